@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,18 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.mod import LocalDpMod
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Krum
-from in_process_grid import InProcessGrid, walking_app
+from in_process_grid import InProcessGrid, again, walking_app
 
 from thinwire.averaging.aggregation_rules import TrimmedMean
-from thinwire.errors import PayloadError, ThinwireError
+from thinwire.errors import NonFiniteError, PayloadError, ThinwireError
 from thinwire.integrations import flower as thin
 from thinwire.integrations.flower.strategy import serialised_bytes
 from thinwire.integrations.flower.updates import ArrayLayout, UpdateCode
 from thinwire.methods.robust import MultiKrum
 from thinwire.methods.robust.flag import FlagAggregator
+from thinwire.transport.message import HEADER_BYTES, pack
 
 Arrays = dict[str, Any]
 
@@ -62,7 +66,7 @@ def arrays_of(found: ArrayRecord) -> Arrays:
     return {name: array.numpy() for name, array in found.items()}
 
 
-def run(strategy: Any, mods: list[Any], start: Arrays, *, rounds: int = 3, nodes: int = 7) -> tuple[Arrays, Any]:
+def run(strategy: Any, mods: list[Any], start: Arrays, *, rounds: int = 2, nodes: int = 7) -> tuple[Arrays, Any]:
     grid = InProcessGrid(walking_app(mods, step), nodes)
     torch.manual_seed(0)
     result = strategy.start(grid, record(start), num_rounds=rounds)
@@ -124,8 +128,8 @@ def test_sent_plus_residual_is_the_difference_plus_the_old_residual_and_survives
                 assert reply.content["arrays"]["thinwire"].numpy().dtype == np.uint8
                 message, node = reply.content["arrays"]["thinwire"].numpy(), reply.metadata.src_node_id
                 round = strategy.rounds[-1].round
-                decoded = UpdateCode(up, layout).decode(message, sender=node, version=round, base_version=round)
-                got[node] = decoded.vector
+                content = UpdateCode(up, layout).read(message, sender=node, version=round, base_version=round)
+                got[node] = content.vector
         return replies
 
     grid.between = between
@@ -155,7 +159,7 @@ def test_a_coded_downlink_leaves_server_and_clients_with_the_same_model_also_aft
             if round == 5:
                 del grid.contexts[1001].state["thinwire.held"]  # as of a client that was installed again
             grid.received.clear()
-            before = strategy._broadcast.vector
+            before = (strategy._broadcast.vectors or [torch.zeros(776)])[0]
             messages = strategy.configure_train(round, arrays, ConfigRecord({}), grid)
             new, _ = strategy.aggregate_train(round, grid.send_and_receive(messages))
             held = {
@@ -163,17 +167,17 @@ def test_a_coded_downlink_leaves_server_and_clients_with_the_same_model_also_aft
                 for node, context in grid.contexts.items()
                 if node not in grid.away and not (round == 5 and node == 1001)
             }
-            server = strategy._broadcast.held
+            [server] = strategy._broadcast.held
             for mine in held.values():
                 assert all(mine[name].tobytes() == server[name].tobytes() for name in server)
-            is_whole += [message.content["thinwire"]["is_whole"] for message in grid.received]
+            is_whole += [message.content["thinwire"]["from"] < 0 for message in grid.received]
             arrays = new
         assert [row.num_stale for row in strategy.rounds] == [0, 0, 0, 0, 1, 0]
         assert [row.clients for row in strategy.rounds] == [3, 3, 2, 2, 2, 3]
         # three first visits, the client that lost its version, and with keep=1 the one that was away
         assert sum(map(bool, is_whole)) == wholes + 1
         last = strategy._broadcast
-        error, coded = (last.exact - last.vector).abs(), (last.exact - before).abs()
+        error, coded = (last.exact - last.vectors[0]).abs(), (last.exact - before).abs()
         # what E3M0 drops of one difference, and not of six
         assert 0 < float(error.max()) <= float(coded.max()) / 3 * (1 + 1e-6)
 
@@ -191,6 +195,37 @@ def test_an_old_residual_is_dropped_and_counted_and_two_apps_do_not_share_one() 
     assert not np.array_equal(*states)
 
 
+@pytest.mark.parametrize("is_bad", [False, True], ids=["lost", "refused"])
+def test_an_update_that_did_not_count_is_sent_again(*, is_bad: bool) -> None:
+    up, start = thin.Uplink("top-k", density=0.1, values="float32"), plain()
+    grid, layout = InProcessGrid(walking_app([thin.client_mod(up)], step), 2), ArrayLayout.of(start)
+    strategy, counted = thin.wrap(FedAvg(min_train_nodes=1, fraction_evaluate=0.0), up), torch.zeros(776)
+    walked = torch.zeros(776)
+
+    def between(replies: list[Message]) -> list[Message]:
+        nonlocal counted
+        round = strategy.rounds[-1].round
+        [mine] = [one for one in replies if one.metadata.src_node_id == 1000]
+        if round in (2, 3):
+            if is_bad:
+                mine.content["metrics"] = MetricRecord({"num-examples": math.nan})
+            return replies if is_bad else [one for one in replies if one is not mine]
+        row = mine.content["arrays"]["thinwire"].numpy()
+        found = UpdateCode(up, layout).read(row, sender=1000, version=round, base_version=strategy._broadcast.version)
+        counted = counted + found.vector
+        return replies
+
+    grid.between, arrays = between, record(start)
+    for round in range(1, 6):
+        base = arrays_of(arrays)
+        walked = walked + layout.flat(step(0, round, base)) - layout.flat(base)
+        messages = strategy.configure_train(round, arrays, ConfigRecord({}), grid)
+        arrays, _ = strategy.aggregate_train(round, grid.send_and_receive(messages))
+    assert [row.clients for row in strategy.rounds] == [2, 1, 1, 2, 2]
+    left = torch.from_numpy(grid.contexts[1000].state["thinwire.residual"]["residual"].numpy().copy())
+    assert torch.allclose(counted + left, walked, atol=1e-5)  # nothing is lost
+
+
 def _npy(shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
@@ -201,50 +236,140 @@ def _with_row(reply: Message, row: np.ndarray | Array) -> None:
     reply.content["arrays"]["thinwire"] = row if isinstance(row, Array) else Array(row)
 
 
-def test_hostile_clients_are_refused_by_name_while_the_round_goes_on() -> None:
-    up, start = thin.Uplink("e3m0"), plain()
-    layout, nodes = ArrayLayout.of(start), 12
+def _forged(arrays: Arrays, *, codec: str = "e3m0", version: int = 1) -> Callable[[Message], None]:
+    """Return what puts a well-formed message of other arrays, codec or round in the place of a reply's."""
+
+    def forge(reply: Message) -> None:
+        code, node = UpdateCode(thin.Uplink(codec), ArrayLayout.of(arrays)), reply.metadata.src_node_id
+        base = torch.zeros(code.layout.numel)
+        _with_row(reply, code.encode(arrays, base, sender=node, version=version, base_version=1)[0])
+
+    return forge
+
+
+def _half(reply: Message) -> None:
+    """Claim float16 for values that only float32 holds."""
+    code, node = UpdateCode(thin.Uplink("e3m0"), ArrayLayout.of(plain())), reply.metadata.src_node_id
+    huge = {name: np.full_like(array, 1e6) for name, array in plain().items()}
+    row, _ = code.encode(huge, torch.zeros(776), sender=node, version=1, base_version=1)
+    body = torch.from_numpy(row[HEADER_BYTES:].copy())
+    body[1] = 0
+    _with_row(reply, pack(body, sender=node, envelope=code.envelope(version=1, base=1, size=len(body))).numpy())
+
+
+def _metrics(**values: Any) -> Callable[[Message], None]:
+    return lambda reply: reply.content.__setitem__("metrics", MetricRecord({"num-examples": 3, "loss": 0.0, **values}))
+
+
+def _arrays(found: ArrayRecord) -> Callable[[Message], None]:
+    return lambda reply: reply.content.__setitem__("arrays", found)
+
+
+def _moved(key: str, to: str) -> Callable[[Message], None]:
+    return lambda reply: reply.content.__setitem__(to, reply.content.pop(key))
+
+
+def _bad_file(shape: tuple[int, ...], more: bytes = b"") -> Callable[[Message], None]:
+    return lambda reply: _with_row(reply, Array("uint8", (1,), "numpy.ndarray", _npy(shape) + more))
+
+
+HOSTILE: list[tuple[str, Callable[[Message], None]]] = [
+    ("payload bytes arrived", lambda reply: _with_row(reply, reply.content["arrays"]["thinwire"].numpy()[:-3])),
+    ("codec is", _forged(plain(), codec="block-int4")),
+    ("version is 7, expected 1", _forged(plain(), version=7)),
+    ("NaN", _forged({**plain(), "b": np.full(5, np.nan, np.float32)})),
+    ("elements is", _forged(plain(size=258))),
+    ("other names, shapes or tag", _forged({"a": plain()["a"], "c": plain()["b"]})),
+    ("NaN or infinity", _half),
+    ("claims uint8 of shape (1099511627776,)", _bad_file((1 << 40,), b"x")),
+    ("claims uint8 of shape (0, 1180591620717411303424)", _bad_file((0, 1 << 70))),
+    ("claims uint8 of shape (1, 1, 1", _bad_file((1,) * 70, b"x")),
+    ("of shape (2, 2) in the place of a row", _bad_file((2, 2), b"row!")),
+    ("num-examples is nan", _metrics(**{"num-examples": math.nan})),
+    ("num-examples is 1e+308", _metrics(**{"num-examples": 1e308})),
+    ("num-examples is -1", _metrics(**{"num-examples": -1})),
+    ("its metrics have other names", _metrics(another=1)),
+    ("its metrics have other names", _metrics(loss=[0.0, 1.0])),
+    ("its metrics have other names", _moved("metrics", "more")),
+    ("its metrics have other names", _moved("arrays", "others")),
+    ("NaN or infinity", _arrays(record({**plain(), "b": np.full(5, np.inf, np.float32)}))),
+    ("no .npy file", _arrays(ArrayRecord({"a": Array("float32", (9,), "numpy.ndarray", b"no file")}))),
+    ("2 ArrayRecords", lambda reply: reply.content.__setitem__("again", reply.content["arrays"])),
+]  # fmt: skip
+
+
+def test_hostile_clients_are_refused_by_name_while_the_round_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.integrations.flower.strategy._MOST_NAMED", 30)
+    up, start, honest = thin.Uplink("e3m0"), plain(), range(len(HOSTILE), len(HOSTILE) + 5)
 
     def lie(replies: list[Message]) -> list[Message]:
+        nodes = {reply.metadata.src_node_id - 1000: reply for reply in replies}
         if "arrays" not in replies[0].content:
-            return replies
-        by_node = {reply.metadata.src_node_id - 1000: reply for reply in replies}
-        row = {node: reply.content["arrays"]["thinwire"].numpy() for node, reply in by_node.items()}
-        base = torch.zeros(layout.numel)
-        _with_row(by_node[0], row[0][:-3])
-        other = UpdateCode(thin.Uplink("block-int4"), layout)
-        _with_row(by_node[1], other.encode(start, base, sender=1001, version=1, base_version=1)[0])
-        code = UpdateCode(up, layout)
-        _with_row(by_node[2], code.encode(start, base, sender=1002, version=7, base_version=1)[0])
-        nan = {**start, "b": np.full(5, np.nan, np.float32)}
-        _with_row(by_node[3], code.encode(nan, base, sender=1003, version=1, base_version=1)[0])
-        _with_row(by_node[4], Array("uint8", (1 << 40,), "numpy.ndarray", _npy((1 << 40,)) + b"x"))
-        _with_row(by_node[5], row[6])  # of another client
-        by_node[6].content["metrics"] = MetricRecord({"num-examples": math.nan, "loss": 0.0})
-        by_node[7].content["metrics"] = MetricRecord({"num-examples": 3})
-        by_node[8].content["arrays"] = record({**start, "b": np.full(5, np.inf, np.float32)})
-        by_node[9].content["arrays"] = ArrayRecord({"a": Array("float32", (9,), "numpy.ndarray", b"no file")})
-        by_node[10].content["again"] = by_node[10].content["arrays"]
-        return [*replies, *[by_node[11]] * 10_000]
+            nodes[1].content = RecordDict()
+            nodes[2].content["metrics"] = MetricRecord({"num-examples": 1, "total": [1.0]})
+            return [*replies, *[nodes[3]] * 5]
+        good, last = again(nodes[0]), nodes[honest[-1]]
+        for node, (_, spoil) in enumerate(HOSTILE):
+            spoil(nodes[node])
+        stranger = Message(RecordDict(), dst_node_id=999_999, message_type="train")
+        # a good message of a node that sent a bad one, replays, and a stranger
+        return [*replies, good, *[last] * 10_000, Message(RecordDict(), reply_to=stranger)]
 
-    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), nodes)
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), len(HOSTILE) + len(honest))
     grid.between = lie
     strategy = thin.wrap(FedAvg(), up)
     result = strategy.start(grid, record(start), num_rounds=1)
     [row] = strategy.rounds
-    assert (row.clients, row.num_rejected) == (1, 11 + 10_000)
-    for node, words in enumerate((
-        "payload bytes arrived", "codec is", "version is 7, expected 1", "NaN",
-        "claims uint8 of shape (1099511627776,)", "sender is 1006, expected 1005", "num-examples is nan",
-        "its metrics have other names", "NaN or infinity",
-        "no .npy file", "2 ArrayRecords", "it has replied before",
-    )):  # fmt: skip
-        assert words in row.rejected[1000 + node], node
-    assert "node 1003: " in strategy.report() and "  10011\n" in strategy.report()
-    # the one honest client is all of the mean
-    honest = step(11, 1, start)
-    found = arrays_of(result.arrays)
-    assert all(float(abs(found[name] - honest[name]).max()) < 5.0 for name in honest)
+    assert (row.clients, row.num_rejected) == (len(honest), len(HOSTILE) + 1 + 10_000 + 1 + 2 + 5)
+    for node, (words, _) in enumerate(HOSTILE):
+        assert words in row.rejected[1000 + node], (node, row.rejected[1000 + node])
+    assert "it has replied before" in row.rejected[1000 + honest[-1]] and "was not asked" in row.rejected[999_999]
+    assert "node 1003: " in strategy.report() and f"  {row.num_rejected}\n" in strategy.report()
+    # the honest clients alone are the mean, up to what E3M0 drops of their differences; node n has n + 1 examples
+    weights = np.array([node + 1 for node in honest]) / sum(node + 1 for node in honest)
+    for name, found in arrays_of(result.arrays).items():
+        moved = [step(node, 1, start)[name] - start[name] for node in honest]
+        expected = sum(weight * one for weight, one in zip(weights, moved, strict=True))
+        error = np.linalg.norm(found - start[name] - expected)
+        assert error < 0.3 * np.linalg.norm(expected), (name, error)
+    assert result.evaluate_metrics_clientapp[1]["total"] < math.inf
+
+
+@pytest.mark.parametrize(
+    "up",
+    [
+        thin.Uplink("e3m0"), thin.Uplink("top-k", density=0.1), thin.Uplink("top-k", density=0.1, values="clusters"),
+        thin.Uplink("sign-mean"), thin.Uplink("chunked-top-k-2bit"), thin.Uplink("block-int8"), thin.Uplink("float16"),
+    ],
+    ids=lambda up: f"{up.codec} {up.values or ''}",
+)  # fmt: skip
+def test_damaged_messages_are_refused_or_decode_to_finite_arrays_of_the_layout(up: thin.Uplink) -> None:
+    start, rng = awkward(), np.random.default_rng(0)
+    layout = ArrayLayout.of(start)
+    code, base = UpdateCode(up, layout), layout.flat(awkward(1))
+    row, _ = code.encode(start, base, sender=1, version=3, base_version=2)
+    for _ in range(40):  # without the sender's key to the checksum, each change is refused
+        bad = row.copy()
+        bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
+        with pytest.raises((PayloadError, NonFiniteError)):
+            code.decode(bad, base, sender=1, version=3, base_version=2)
+    decoded = 0
+    for trial in range(120):  # a liar sets the checksum right
+        body = row[HEADER_BYTES:].copy()
+        for _ in range(1 + trial % 4):
+            body[rng.integers(len(body))] = rng.integers(256)
+        body = body[: rng.integers(len(body))] if trial % 5 == 0 else body
+        envelope = code.envelope(version=3, base=2, size=len(body))
+        bad = pack(torch.from_numpy(body), sender=1, envelope=envelope).numpy()
+        try:
+            found, _ = code.decode(bad, base, sender=1, version=3, base_version=2)
+        except (PayloadError, NonFiniteError):
+            continue
+        decoded += 1
+        assert ArrayLayout.of(found) == layout
+        assert all(np.isfinite(array).all() for array in found.values())
+        assert set(found["is_on"].view(np.uint8)) <= {0, 1}
+    assert decoded < 120
 
 
 def test_a_round_without_any_good_reply_keeps_the_model() -> None:
@@ -255,7 +380,7 @@ def test_a_round_without_any_good_reply_keeps_the_model() -> None:
     assert not result.arrays and not result.train_metrics_clientapp
 
 
-def test_the_report_is_the_sum_of_the_serialised_messages() -> None:
+def test_the_report_is_the_sum_of_the_serialised_messages_and_goes_into_the_run_log(tmp_path: Path) -> None:
     up = thin.Uplink("e3m0")
     grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 4)
     counted = {"up": 0}
@@ -265,13 +390,17 @@ def test_the_report_is_the_sum_of_the_serialised_messages() -> None:
         return replies
 
     grid.between = between
-    strategy = thin.wrap(FedAvg(), up, down=thin.Downlink("e3m0"))
-    strategy.start(grid, record(plain(size=4001)), num_rounds=4)
+    strategy = thin.wrap(FedAvg(), up, down=thin.Downlink("e3m0"), log=tmp_path / "rounds.jsonl")
+    strategy.start(grid, record(plain(size=4001)), num_rounds=3)
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [(one["round"], one["up_bytes"], one["down_bytes"], one["ratio"]) for one in lines] == [
+        (row.round, row.up_bytes, row.down_bytes, row.ratio) for row in strategy.rounds
+    ]
     assert sum(row.up_bytes for row in strategy.rounds) == counted["up"]
     assert sum(row.down_bytes for row in strategy.rounds) == sum(serialised_bytes(one.content) for one in grid.received)
     # after the first whole model, both directions cost 4.125 bits; evaluation first, then training needs nothing new
     assert strategy.rounds[0].ratio < 3 and strategy.rounds[-1].ratio > 9, strategy.report()
-    assert strategy.report().count("\n") == 4
+    assert strategy.report().count("\n") == 3
 
 
 def test_a_client_without_the_mod_counts_as_dense_and_a_mod_without_a_wrap_names_the_remedy() -> None:
@@ -285,10 +414,34 @@ def test_a_client_without_the_mod_counts_as_dense_and_a_mod_without_a_wrap_names
         thin.client_mod(up)(message, context, lambda *_: message)
 
 
-def test_clients_without_the_mod_get_whole_models_under_a_coded_downlink() -> None:
-    strategy = thin.wrap(FedAvg(), thin.Uplink("float32"), down=thin.Downlink("e3m0"))
-    run(strategy, [], plain(), rounds=3, nodes=2)
-    assert [row.clients for row in strategy.rounds] == [2, 2, 2], strategy.report()
+def test_clients_without_the_mod_take_part_under_any_coded_downlink() -> None:
+    up, start = thin.Uplink("float32"), plain()
+    for down, clients in (
+        (thin.Downlink("e3m0"), [2, 2, 2]),
+        (thin.Downlink("top-k", density=0.25, sends="values"), [1, 2, 2]),  # the first masked model is no model to it
+    ):
+        grid = InProcessGrid(walking_app([of_one_node(thin.client_mod(up))], needs_all), 2)
+        strategy, arrays = thin.wrap(FedAvg(fraction_evaluate=0.0), up, down=down), record(start)
+        for round in range(1, 4):
+            messages = strategy.configure_train(round, arrays, ConfigRecord({}), grid)
+            before, (arrays, _) = arrays_of(arrays), strategy.aggregate_train(round, grid.send_and_receive(messages))
+        assert [row.clients for row in strategy.rounds] == clients, strategy.report()
+        # both clients step by 1 from what they got, and the server adds the step to its own model
+        for name, found in arrays_of(arrays).items():
+            assert np.allclose(found, before[name] + 1, atol=1e-5)
+
+
+def of_one_node(mod: Any) -> Any:
+    def either(message: Message, context: Context, call_next: Any) -> Any:
+        return mod(message, context, call_next) if context.node_id == 1001 else call_next(message, context)
+
+    return either
+
+
+def needs_all(node: int, round: int, arrays: Arrays) -> Arrays:
+    """Step by 1; as `load_state_dict` does, it refuses other names than the model's."""
+    assert list(arrays) == list(plain())
+    return {name: array + np.float32(1) for name, array in arrays.items()}
 
 
 def test_bytes_of_a_reply_that_is_refused_do_not_count() -> None:
@@ -309,9 +462,21 @@ def test_bytes_of_a_reply_that_is_refused_do_not_count() -> None:
     assert clients == 3 and bytes_of(is_odd=True) == (2, whole * 2 // 3)
 
 
-def test_clipping_before_coding_works_and_the_other_order_is_refused_by_name() -> None:
+def test_clipping_before_coding_works_and_the_other_order_and_secure_aggregation_are_refused_by_name() -> None:
     up, dp = thin.Uplink("e3m0"), LocalDpMod(1.0, 0.0, 1.0, 1e-5)
-    for mods, clients in (([thin.client_mod(up), dp], 2), ([dp, thin.client_mod(up)], 0)):
+
+    def secaggplus_mod(message: Message, context: Context, call_next: Any) -> Message:
+        return call_next(message, context)  # as Flower's in its stage of masked vectors
+
+    secaggplus_mod.__qualname__ = secaggplus_mod.__name__
+    secaggplus_mod.__code__ = secaggplus_mod.__code__.replace(co_qualname="secaggplus_mod")
+    asked = Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({})}), dst_node_id=1, message_type="train")
+    with pytest.raises(ValueError, match="masked arrays are added up"):  # a message of its server
+        thin.client_mod(up)(asked, Context(1, 1, {}, RecordDict(), {}), lambda *_: asked)
+    for mods, clients, remedy in (
+        ([thin.client_mod(up), dp], 2, ""), ([dp, thin.client_mod(up)], 0, "try mods=[client_mod(uplink), ...]"),
+        ([secaggplus_mod, thin.client_mod(up)], 0, "try mods=[secaggplus_mod]"),
+    ):  # fmt: skip
         grid = InProcessGrid(walking_app(mods, step), 2)
         replies: list[Message] = []
         grid.between = lambda found, replies=replies: replies.extend(found) or found  # type: ignore[misc]
@@ -319,7 +484,7 @@ def test_clipping_before_coding_works_and_the_other_order_is_refused_by_name() -
         strategy.start(grid, record(plain()), num_rounds=1)
         assert strategy.rounds[0].clients == clients
         if not clients:
-            assert "try mods=[client_mod(uplink), ...]" in replies[0].error.reason
+            assert remedy in replies[0].error.reason
 
 
 def test_another_uplink_at_the_client_is_named() -> None:

@@ -111,28 +111,30 @@ def naive_top(vector: np.ndarray, density: float) -> np.ndarray:
 
 def test_masks_of_adapters_up_and_down_are_those_of_a_naive_reference_and_the_base_never_travels() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"base": nn.Linear(50, 50), "lora_A": nn.Linear(50, 4), "lora_B": nn.Linear(4, 50)})
+    model = nn.ModuleDict({"base": nn.Linear(99, 99), "lora_A": nn.Linear(99, 40), "lora_B": nn.Linear(40, 99)})
     start = {name: one.numpy().copy() for name, one in thin.subset_state(model, "lora").items()}
     assert len(start) == 4 and not any(name.startswith("base") for name in start)
     layout, got, densities = ArrayLayout.of(start), dict[int, np.ndarray](), {0: 1 / 16, 1: 1 / 4, 2: 1.0}
-    up = thin.Uplink("top-k", density=1 / 4, values="float32", error_feedback=False, tiers={"phone": 1 / 16, "pc": 1.0})
-    down = thin.Downlink("top-k", density=1 / 8, values="float32", sends="values")
+    tiers = {"phone": 1 / 16, "pc": 1.0}
+    up = thin.Uplink("top-k", density=1 / 4, values="float32", error_feedback=False, tiers=tiers)
+    down = thin.Downlink("top-k", density=1 / 4, values="float32", sends="values", tiers=tiers)
 
     def step(node: int, round: int, arrays: Arrays) -> Arrays:
         got[node] = layout.flat(arrays).numpy()
         rng = np.random.default_rng([node, round])
         return {name: (array + rng.normal(size=array.shape)).astype(np.float32) for name, array in arrays.items()}
 
-    tiers = {0: {"tier": "phone"}, 1: {}, 2: {"tier": "pc"}}
-    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 3, tiers.__getitem__)
+    names = {0: {"tier": "phone"}, 1: {}, 2: {"tier": "pc"}}
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 3, names.__getitem__)
     strategy = thin.wrap(FedAdam(fraction_evaluate=0.0, eta=0.005), up, down=down)
     reference = FedAdam(fraction_evaluate=0.0, eta=0.005)
     arrays = record(start)
     for round, found in enumerate(rounds_of(strategy, grid, arrays, 3), 1):
         before = layout.flat({name: one.numpy() for name, one in arrays.items()}).numpy()
-        masked = naive_top(before.astype(np.float32), 1 / 8)
         replies = []
         for node in range(3):
+            # until its first reply names the tier, a node gets the smallest density
+            masked = naive_top(before.astype(np.float32), densities[node if round > 1 else 0])
             assert np.array_equal(got[node].astype(np.float32), masked)
             trained = layout.flat(step(node, round, _named(layout, got[node].astype(np.float32)))).numpy()
             sent = naive_top((trained - masked).astype(np.float32), densities[node])
@@ -142,11 +144,13 @@ def test_masks_of_adapters_up_and_down_are_those_of_a_naive_reference_and_the_ba
         for name in start:
             assert np.allclose(found[name].numpy(), expected[name].numpy(), atol=1e-6)
         arrays = found
-    count = math.ceil(layout.numel / 8)
-    for message in grid.received:
+    for message in grid.received[3:]:
+        density = densities[message.metadata.dst_node_id - 1000]
+        # the law: a header, 2 bytes of types, and for each value 4 bytes and its gap's entropy, but a bit at least
+        gap = -math.log2(density) - (1 - density) / density * math.log2(1 - density) if density < 1 else 1.0
+        law = 56 + 2 + math.ceil(density * layout.numel) * (4 + gap / 8)
         size = message.content["arrays"]["thinwire"].numpy().size
-        # the law: 4 bytes a value, and at most ceil(log2(1 / density)) + 2 bits for its index
-        assert abs(size - 62 - 4 * count) <= count * 5 / 8 + 8
+        assert abs(size - law) <= 0.01 * law, (density, size, law)
 
 
 def _named(layout: ArrayLayout, flat: np.ndarray) -> Arrays:
@@ -162,7 +166,7 @@ def _reply(arrays: Arrays, node: int) -> Message:
 
 def test_sfprompts_third_phase_sends_prompt_and_tail_once_each_way_and_the_first_sends_nothing() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"body": nn.Linear(64, 64), "prompt": SoftPrompt(5, 64), "tail": nn.Linear(64, 31)})
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "prompt": SoftPrompt(5, 64), "tail": nn.Linear(64, 2011)})
     model["body"].requires_grad_(False)
     state = thin.subset_state(model)
     assert list(state) == ["prompt.vectors", "tail.weight", "tail.bias"]
@@ -178,7 +182,7 @@ def test_sfprompts_third_phase_sends_prompt_and_tail_once_each_way_and_the_first
     law = 2 * numel * 16 // 8
     row = strategy.rounds[-1]
     assert [one["thinwire"].numpy().size for one in sizes[4:]] == [56 + 2 + numel * 2] * 2
-    assert law < (row.up_bytes + row.down_bytes) / 2 < law + 3000  # of a client and round
+    assert law < (row.up_bytes + row.down_bytes) / 2 <= 1.01 * law  # of a client and round, as Flower serialises it
     thin.load_subset(model, last.to_torch_state_dict())
     with pytest.raises(ValueError, match="no such parameter"):
         thin.load_subset(model, {"body.other": torch.zeros(1)})
@@ -207,7 +211,9 @@ def test_bases_and_projected_steps_are_those_of_float64() -> None:
         rest = [one.double().numpy() - one.double().numpy() @ before @ before.T for one in own]
         ratio = np.mean([np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(rest, own, strict=True)])
         wanted = (ratio - 0.04) / ratio
-        left, singular, _ = np.linalg.svd(sum(found["weight.sketch"].astype(np.float64) for found, _ in sketches))
+        left, singular, _ = np.linalg.svd(
+            sum(found["weight.sketch"].astype(np.float64) * found["weight.ratio"][1] for found, _ in sketches)
+        )
         energy = np.cumsum(singular**2) / np.sum(singular**2)
         new = int((energy <= wanted).sum()) + 1
         assert rank == before.shape[1] + new
@@ -226,31 +232,50 @@ def _renamed(bases: Arrays) -> Arrays:
     return {f"0.{name}": one for name, one in bases.items()}
 
 
-def test_a_task_ends_by_a_query_whose_bad_answers_are_refused() -> None:
-    model, torn = network(), network()
-    app = ClientApp()
+def test_a_task_ends_by_a_coded_query_whose_bad_answers_are_refused() -> None:
+    model, torn, up = network(), network(), thin.Uplink("e3m0")
+    app = ClientApp(mods=[thin.client_mod(up)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
 
     @app.query("sketch")
     def sketch(message: Message, context: Context) -> Message:
         node = int(context.node_config["partition-id"])
         torch.manual_seed(node)
         reply = thin.sketch_reply(message, context, torn, [torch.randn(30, 9)])
+        found = {name: one.numpy() for name, one in reply.content["sketch"].items()}
         if node == 0:
             reply.content["sketch"] = record({"0.weight.sketch": np.zeros((4, 4), np.float32)})
         if node == 1:
-            bad = {name: np.full_like(one.numpy(), np.nan) for name, one in reply.content["sketch"].items()}
-            reply.content["sketch"] = record(bad)
+            reply.content["sketch"] = record({name: np.full_like(one, np.nan) for name, one in found.items()})
         if node == 2:
             reply.content["metrics"] = MetricRecord({"other": 1})
+        if node == 5:
+            reply.content["metrics"] = MetricRecord({"num-examples": math.inf})
+        if node == 6:
+            reply.content["sketch"] = MetricRecord({"0.weight.sketch": 1})
+        if node == 7:
+            reply.content["sketch"] = record({name: one * np.float32(-1) for name, one in found.items()})
         return reply
 
-    rule = thin.OrthogonalTasks(eps=0.9)
-    strategy = thin.wrap(FedAvg(), thin.Uplink("e3m0"), rules=[rule])
-    ranks = strategy.end_task(InProcessGrid(app, 5), ArrayRecord(model.state_dict()))
-    [row] = strategy.rounds
-    assert (row.clients, row.num_rejected) == (2, 3) and set(row.rejected) == {1000, 1001, 1002}
+    rule, grid = thin.OrthogonalTasks(eps=0.9), InProcessGrid(app, 8)
+    strategy = thin.wrap(FedAvg(fraction_evaluate=0.0), up, down=thin.Downlink("e3m0"), rules=[rule])
+    [*_, arrays] = rounds_of(strategy, grid, ArrayRecord(model.state_dict()), 1)
+    del grid.contexts[1003].state["thinwire.held"]
+    grid.received.clear()
+    ranks = strategy.end_task(grid, arrays)
+    row = strategy.rounds[-1]
+    assert (row.clients, row.num_rejected, row.num_stale) == (2, 6, 1)
+    assert set(row.rejected) == {1000, 1001, 1002, 1005, 1006, 1007}
+    # differences to all, and the whole model to the one that lost its version
+    assert [list(one.content["arrays"]) == ["thinwire"] for one in grid.received] == [True] * 8 + [False]
+    [held] = strategy._broadcast.held
+    assert all(np.array_equal(one.numpy(), held[name]) for name, one in torn.state_dict().items())
     assert ranks.keys() == {"0.weight", "2.weight"} and all(0 < rank <= 33 for rank in ranks.values())
     with pytest.raises(ValueError, match="learns no basis"):
-        thin.wrap(FedAvg(), thin.Uplink("e3m0")).end_task(None, None)
+        thin.wrap(FedAvg(), up).end_task(None, None)
     with pytest.raises(PayloadError, match="no matrix of the model"):
         rule.check({"x.sketch": np.zeros((1, 1), np.float32)}, {"w": (1, 1)})

@@ -5,13 +5,15 @@ After a task each client sends, for each linear layer, a sketch `Y = A R` of its
 sketches up, and appends to U the fewest left singular vectors of the sum that hold the wanted energy. From then on its
 steps are projected: `G <- G - G U U^T`, G being the old weights less the new ones, (out, in). Clients train as before.
 
-Changed from the authors' code: columns may be fewer than features; the default is all.
+Changed from the authors' code: columns may be fewer than features; the default is all. Sketches and bases travel as
+float16, a sketch over its largest magnitude: that adds about 1e-7 of the energy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,14 +62,17 @@ class OrthogonalTasks:
 
     def settings(self) -> Arrays:
         """Return the bases as arrays, for the sketch query."""
-        return {name: basis.astype(np.float32) for name, basis in self.bases.items()}
+        return {name: basis.astype(np.float16) for name, basis in self.bases.items()}
 
-    def check(self, found: Mapping[str, npt.NDArray[np.float32]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(
+        self, found: Mapping[str, npt.NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], count: float = 1
+    ) -> None:
         """Refuse a client's sketch of other layers, shapes or numbers.
 
         Args:
             found: What it sent.
             shapes: Of the model's matrices, by name.
+            count: Of its samples.
 
         Raises:
             PayloadError: It is no sketch of these matrices.
@@ -76,17 +81,19 @@ class OrthogonalTasks:
         for name in (key.removesuffix(_WEIGHT) for key in found if key.endswith(_WEIGHT)):
             if name not in shapes:
                 raise PayloadError(f"a sketch of {name[:100]!r}, which is no matrix of the model")
-            wanted |= {name + _WEIGHT: (shapes[name][1], self.columns or shapes[name][1]), name + _RATIO: (1,)}
+            wanted |= {name + _WEIGHT: (shapes[name][1], self.columns or shapes[name][1]), name + _RATIO: (2,)}
         if not wanted or {key: one.shape for key, one in found.items()} != wanted:
             raise PayloadError("a sketch has other layers or shapes than the model")
         if self.bases and {name + _WEIGHT for name in self.bases} - set(found):
             raise PayloadError("a sketch has fewer layers than earlier ones")
         if not all(bool(np.isfinite(one).all()) for one in found.values()) or not all(
-            0 <= float(found[key][0]) <= 1.001 for key in found if key.endswith(_RATIO)
+            0 <= float(one[0]) <= 1.001 and float(one[1]) > 0 for key, one in found.items() if key.endswith(_RATIO)
         ):
-            raise PayloadError("a sketch holds NaN, infinity, or a ratio outside of 0 to 1")
+            raise PayloadError("a sketch holds NaN, infinity, no scale, or a ratio outside of 0 to 1")
+        if not 0 < count < 2**53:
+            raise PayloadError(f"a sketch of {count} samples")
 
-    def extend(self, sketches: Sequence[tuple[Mapping[str, npt.NDArray[np.float32]], float]]) -> dict[str, int]:
+    def extend(self, sketches: Sequence[tuple[Mapping[str, npt.NDArray[Any]], float]]) -> dict[str, int]:
         """Extend the bases by the clients' sketches.
 
         Args:
@@ -102,7 +109,7 @@ class OrthogonalTasks:
         total = sum(count for _, count in sketches)
         for key in [name for name in first if name.endswith(_WEIGHT)]:
             name = key.removesuffix(_WEIGHT)
-            summed = np.sum([found[key].astype(np.float64) for found, _ in sketches], axis=0)
+            summed = np.sum([found[key].astype(np.float64) * found[name + _RATIO][1] for found, _ in sketches], axis=0)
             ratio = sum(float(found[name + _RATIO][0]) * count for found, count in sketches) / total
             self._append(name, summed, ratio)
         self.eps = min(self.eps + self.eps_step, 0.999)
@@ -123,7 +130,7 @@ class OrthogonalTasks:
 
 
 def sketches_of(
-    model: nn.Module, batches: Iterable[Tensor], *, bases: Mapping[str, npt.NDArray[np.float32]], seed: int,
+    model: nn.Module, batches: Iterable[Tensor], *, bases: Mapping[str, npt.NDArray[Any]], seed: int,
     columns: int | None = None,
 ) -> tuple[Arrays, int]:  # fmt: skip
     """Return sketches of the inputs of a model's linear layers, and the number of samples.
@@ -136,8 +143,8 @@ def sketches_of(
         columns: Of a sketch; None for as many as a layer has features.
 
     Returns:
-        For each layer's weight its sketch (features, columns) and its ratio (1,): the norm of the inputs that the basis
-        does not cover over that of all.
+        For each layer's weight its sketch (features, columns), float16, and its ratio (2,): the norm of the inputs that
+        the basis does not cover over that of all, and the scale of the sketch.
     """
     layers = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     generator = torch.Generator().manual_seed(seed)
@@ -168,6 +175,7 @@ def sketches_of(
             hook.remove()
     found: Arrays = {}
     for name, (rest, whole) in squares.items():
-        found[name + _WEIGHT] = sums[name].numpy()
-        found[name + _RATIO] = np.array([(rest / whole) ** 0.5 if whole else 0.0], np.float32)
+        scale = float(sums[name].abs().max()) or 1.0
+        found[name + _WEIGHT] = (sums[name] / scale).numpy().astype(np.float16)
+        found[name + _RATIO] = np.array([(rest / whole) ** 0.5 if whole else 0.0, scale], np.float32)
     return found, samples

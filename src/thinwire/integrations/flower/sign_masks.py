@@ -5,7 +5,7 @@ once and without data, and freeze them. A client trains one score for each kept 
 `sign(score) * weight`, and gradients pass the sign unchanged. Signs travel, the server takes the weighted majority, and
 sends signs again: `Uplink("sign", sends="signs")`, `rules=[MajoritySigns()]`, `down=Downlink("sign", sends="values")`.
 
-Its bytes are 32 times fewer than those of kept float32 weights, and it costs accuracy: docs/benchmarks.md has both.
+It sends 32 times fewer bytes than kept float32 weights, and costs accuracy: see docs/benchmarks/flower.md.
 """
 
 from __future__ import annotations

@@ -6,12 +6,14 @@ goes on with the others; the strategy itself sees only plain, finite arrays of t
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,18 @@ from thinwire.averaging.aggregation_rules import Aggregate
 from thinwire.errors import MissingExtra, NonFiniteError, PayloadError, refusal
 from thinwire.integrations.flower.mod import RECORD, ROW, arrays_of, only_arrays, record_of
 from thinwire.integrations.flower.orthogonal import OrthogonalTasks
-from thinwire.integrations.flower.updates import ArrayLayout, Arrays, Broadcast, Downlink, UpdateCode, Uplink, read_row
+from thinwire.integrations.flower.updates import (
+    ArrayLayout,
+    Arrays,
+    Broadcast,
+    Downlink,
+    UpdateCode,
+    Uplink,
+    check_finite,
+    read_row,
+    signs_of,
+)
+from thinwire.runlog.writer import JsonlWriter
 from thinwire.transport.message import HEADER_BYTES
 
 try:
@@ -32,6 +45,7 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 _MOST_NAMED = 20  # refusals of a round that are kept as text: a hostile client must not fill the memory
+_MOST_WEIGHT = 2.0**53  # of a client: sums of weights stay finite
 
 
 class UpdateRule(Protocol):
@@ -80,52 +94,55 @@ class RoundBytes:
         return (self.dense_up_bytes + self.dense_down_bytes) / sent if sent else math.nan
 
 
-def wrap(
-    strategy: Any, uplink: Uplink, *, down: Downlink | None = None, rules: Sequence[UpdateRule] = (),
-    aggregate: Aggregate | None = None,
-) -> CompressedStrategy:  # fmt: skip
-    """Return a strategy that decodes what clients with `client_mod(uplink)` send, and delegates all else.
+@dataclass(kw_only=True)
+class _Node:
+    """A client, as its replies show it.
+
+    Attributes:
+        has_mod: None before its first reply to training.
+        tier: Number of its tier; None as long as it is unknown.
+        sent_tier: Tier of the model that it was sent last.
+        held: Version that it holds; None if it is unknown.
+        counted: The last round whose update of it counted.
+    """
+
+    has_mod: bool | None = None
+    tier: int | None = None
+    sent_tier: int = 0
+    held: int | None = None
+    counted: int = 0
+
+
+class CompressedStrategy(Strategy):  # type: ignore[misc]
+    """A strategy that decodes what clients with `client_mod(uplink)` send, and delegates all else.
 
     Args:
-        strategy: Of Flower: FedAvg, FedAdam, Krum or another.
+        strategy: Of Flower: FedAvg, FedAdam, Krum or another; the attribute `inner`.
         uplink: What clients send; the same as theirs.
         down: Code of the global model; None sends whole models.
         rules: Applied in order to the arrays that the strategy returns.
         aggregate: Robust rule of thinwire, such as `FlagAggregator()`, that joins the clients in the strategy's place;
             the strategy gets its result as one reply, so that FedAdam and the like work on it.
-    """
-    return CompressedStrategy(strategy, uplink, down=down, rules=rules, aggregate=aggregate)
-
-
-class CompressedStrategy(Strategy):  # type: ignore[misc]
-    """A strategy over coded messages; use `wrap`.
+        log: File of the run log that gets one JSON line a round; None writes none.
 
     Attributes:
-        inner: The strategy that was wrapped.
         rounds: What each round sent.
     """
 
     def __init__(
-        self,
-        inner: Any,
-        uplink: Uplink,
-        *,
-        down: Downlink | None,
-        rules: Sequence[UpdateRule],
-        aggregate: Aggregate | None,
-    ) -> None:
-        if isinstance(inner, CompressedStrategy):
-            raise refusal(
-                "the strategy is wrapped already", got="two wraps", allowed="one", remedy="wrap(FedAvg(), uplink)"
-            )
-        self.inner, self.rounds = inner, list[RoundBytes]()
+        self, strategy: Any, uplink: Uplink, *, down: Downlink | None = None, rules: Sequence[UpdateRule] = (),
+        aggregate: Aggregate | None = None, log: Path | str | None = None,
+    ) -> None:  # fmt: skip
+        if isinstance(strategy, CompressedStrategy):
+            raise refusal("the strategy is wrapped already", got="two wraps", allowed="one",
+                          remedy="wrap(FedAvg(), uplink)")  # fmt: skip
+        self.inner, self.rounds = strategy, list[RoundBytes]()
         self._uplink, self._rules, self._aggregate = uplink, tuple(rules), aggregate
-        self._broadcast = Broadcast(down=down)
-        self._held: dict[int, int] = {}
-        self._has_mod: dict[int, bool] = {}  # of nodes that have replied to training
-        self._asked: set[int] = set()
+        self._broadcast, self._nodes = Broadcast(down=down), defaultdict[int, _Node](_Node)
+        self._asked, self._stale = set[int](), set[int]()
         self._code: UpdateCode | None = None
         self._sent_at, self._warned_dense = 0.0, False
+        self._run_log = None if log is None else JsonlWriter(Path(log), warn=_log.warning)
 
     def summary(self) -> None:
         """Log the settings of the strategy that was wrapped."""
@@ -134,10 +151,9 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
     def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
         """Return the wrapped strategy's messages, coded."""
         self.rounds.append(RoundBytes(round=server_round))
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        self._asked = {message.metadata.dst_node_id for message in messages}
+        messages = self._coded(list(self.inner.configure_train(server_round, arrays, config, grid)), arrays)
         self.rounds[-1].asked = len(messages)
-        return self._coded(messages, arrays)
+        return messages
 
     def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
         """Return the wrapped strategy's messages, coded: clients evaluate what they will train."""
@@ -148,43 +164,45 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         row = self.rounds[-1]
         row.wait_s = time.monotonic() - self._sent_at
         failed, read, sizes = [], [], dict[int, tuple[int, int]]()
-        for reply in replies:
+        for reply in self._admitted(replies):
             node = reply.metadata.src_node_id
             if reply.has_error():
+                if self._nodes[node].has_mod is None:  # without the mod an app cannot read coded arrays
+                    self._nodes[node].has_mod = False
                 failed.append(reply)
                 continue
             try:
-                if node not in self._asked:
-                    raise PayloadError("it was not asked in this round")
-                if node in sizes:
-                    raise PayloadError("it has replied before in this round")
                 content, sizes[node] = self._read(reply, server_round)
             except (PayloadError, NonFiniteError) as error:
                 self._refuse(node, str(error))
                 continue
-            if content is not None:
-                self._keep(node)
-                read.append((reply, content))
-        accepted = [*self._with_metrics(read)]
+            read.append((reply, content))
+        accepted = self._with_metrics(read)
         row.clients = len(accepted)
-        for own, dense in (sizes[reply.metadata.src_node_id] for reply in accepted):
-            row.up_bytes += own
-            row.dense_up_bytes += dense
+        for reply in accepted:
+            own, dense = sizes[reply.metadata.src_node_id]
+            row.up_bytes, row.dense_up_bytes = row.up_bytes + own, row.dense_up_bytes + dense
+            self._nodes[reply.metadata.src_node_id].counted = server_round
         new, metrics = self._joined(server_round, accepted, failed)
-        return self._ruled(new), metrics
+        if new is not None and self._rules:
+            after = arrays_of(new)
+            for rule in self._rules:
+                after = rule.project(self._broadcast.own, after)
+            new = record_of(after)
+        return new, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
         """Return what the wrapped strategy makes of the replies."""
-        kept = []
-        for reply in replies:
-            if reply.has_error():
-                kept.append(reply)
-            elif RECORD in reply.content:
-                self._note_stale(reply.metadata.src_node_id)
-            else:
+        admitted = [*self._admitted(replies)]
+        for reply in admitted:
+            if not reply.has_error():
                 self._keep(reply.metadata.src_node_id)
-                kept.append(reply)
-        return self.inner.aggregate_evaluate(server_round, kept)
+        found = self.inner.aggregate_evaluate(server_round, [
+            *self._with_metrics([(reply, reply.content) for reply in admitted if not reply.has_error()]),
+            *(reply for reply in admitted if reply.has_error()),
+        ])  # fmt: skip
+        self._write()
+        return found
 
     def end_task(self, grid: Any, arrays: Any, *, timeout: float = 3600) -> dict[str, int]:
         """Ask every node for sketches of its task, by `query.sketch`, and extend the bases of `OrthogonalTasks`.
@@ -205,31 +223,31 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
             raise refusal("the strategy learns no basis", got="no OrthogonalTasks", allowed="one in rules",
                           remedy="wrap(strategy, uplink, rules=[OrthogonalTasks()])")  # fmt: skip
         row = RoundBytes(round=0 if not self.rounds else self.rounds[-1].round)
+        self.rounds.append(row)
         settings = ConfigRecord({"seed": row.round, "columns": rule.columns or 0})
         content = RecordDict({"arrays": arrays, "bases": record_of(rule.settings()), "sketch": settings})
-        nodes = set(grid.get_node_ids())
-        messages = [Message(content, dst_node_id=node, message_type="query.sketch") for node in nodes]
-        row.asked, row.down_bytes = len(messages), len(messages) * serialised_bytes(content)
-        self.rounds.append(row)
         shapes = {name: array.shape for name, array in arrays_of(arrays).items() if array.ndim == 2}
-        sketches = []
-        for reply in grid.send_and_receive(messages, timeout=timeout):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                _log.warning("node %d sent no sketch: %s", node, reply.error.reason)
-                continue
-            try:
-                if node not in nodes:
-                    raise PayloadError("it was not asked, or has replied before")
-                nodes.discard(node)
-                found = arrays_of(reply.content["sketch"], most_bytes=8 * max(one[1] for one in shapes.values()) ** 2)
-                rule.check(found, shapes)
-                sketches.append((found, float(reply.content["metrics"]["num-examples"])))
-            except (PayloadError, KeyError, TypeError) as error:
-                self._refuse(node, str(error))
-                continue
-            row.up_bytes += serialised_bytes(reply.content)
+        most, sketches, nodes = 8 * max(one[1] for one in shapes.values()) ** 2, [], set(grid.get_node_ids())
+        row.asked = len(nodes)
+        for _ in range(2):  # once more to those that lacked the version that differences are for
+            messages = [Message(content, dst_node_id=node, message_type="query.sketch") for node in sorted(nodes)]
+            for reply in self._admitted(grid.send_and_receive(self._coded(messages, arrays), timeout=timeout)):
+                node = reply.metadata.src_node_id
+                if reply.has_error():
+                    _log.warning("node %d sent no sketch: %s", node, reply.error.reason)
+                    continue
+                try:
+                    found = arrays_of(reply.content["sketch"], most_bytes=most)
+                    count = float(reply.content["metrics"]["num-examples"])
+                    rule.check(found, shapes, count)
+                except (PayloadError, KeyError, TypeError, AttributeError, OverflowError) as error:
+                    self._refuse(node, str(error))
+                    continue
+                row.up_bytes += serialised_bytes(reply.content)
+                sketches.append((found, count))
+            nodes = self._stale
         row.clients = len(sketches)
+        self._write()
         return rule.extend(sketches)
 
     def report(self) -> str:
@@ -244,43 +262,72 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
             lines += [f"       node {node}: {reason}" for node, reason in row.rejected.items()]
         return "\n".join(lines)
 
-    def _keep(self, node: int) -> None:
+    def _write(self) -> None:
+        if self._run_log is not None:
+            row = self.rounds[-1]
+            ratio = row.ratio if math.isfinite(row.ratio) else None
+            self._run_log.write(json.dumps({"kind": "round", **asdict(row), "ratio": ratio}), is_last=True)
+
+    def _admitted(self, replies: Iterable[Any]) -> Iterator[Any]:
+        """Yield the first reply of each node that was asked and holds the version; refuse or note all others."""
+        seen = set[int]()
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if node not in self._asked or node in seen:
+                why = "it has replied before in this round" if node in seen else "it was not asked in this round"
+                self._refuse(node, why)
+                continue
+            seen.add(node)
+            if not reply.has_error() and RECORD in reply.content:
+                self._nodes[node].held = None
+                self._stale.add(node)
+                self.rounds[-1].num_stale += 1
+            else:
+                yield reply
+
+    def _keep(self, node: int, *, tier: int | None = None) -> None:
         """Keep that a node holds the current version: only a reply proves it, and without the mod it holds none."""
-        if self._has_mod.get(node):
-            self._held[node] = self._broadcast.version
+        own = self._nodes[node]
+        own.held = self._broadcast.version if own.has_mod else None
+        if tier is not None and tier < len(self._broadcast.codes):
+            own.tier = tier
+        if own.tier is not None and own.tier != own.sent_tier:
+            own.held = None
 
     def _coded(self, messages: list[Any], arrays: Any) -> list[Any]:
         """Put into each message what leads its client to the current version."""
+        self._asked, self._stale = {message.metadata.dst_node_id for message in messages}, set()
         if not messages:
             return []
-        own, row = arrays_of(arrays), self.rounds[-1]
-        layout, broadcast = self._broadcast.advance(own), self._broadcast
+        broadcast, row = self._broadcast, self.rounds[-1]
+        layout = broadcast.advance(arrays_of(arrays))
         if self._code is None or self._code.layout != layout:
-            self._code, self._held = UpdateCode(self._uplink.of_tier(), layout, self._uplink.tag), {}
-        whole = record_of(broadcast.held) if broadcast.down is not None else None
-        sizes: dict[tuple[int, int | None], tuple[int, int]] = {}
+            self._code = UpdateCode(self._uplink.of_tier(), layout, self._uplink.tag)
+            for one in self._nodes.values():
+                one.held = None
+        wholes = [record_of(held) for held in broadcast.held] if broadcast.down is not None else []
+        sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
         for message in messages:
-            key, record = only_arrays(message.content)
+            key, record = only_arrays(message.content, beside="bases")
             if record is not arrays and dict(record) != dict(arrays):
                 raise refusal("the strategy sends a client other arrays than the global ones",
                               got=type(self.inner).__name__, allowed="one model for all", remedy="FedAvg")  # fmt: skip
-            node = message.metadata.dst_node_id
-            held = self._held.get(node) if broadcast.down is not None else None
-            patch = broadcast.patch_from(held) if self._has_mod.get(node, True) else None
-            plain = message.content
+            node, plain = self._nodes[message.metadata.dst_node_id], message.content
+            node.sent_tier = tier = broadcast.smallest if node.tier is None else node.tier
+            patch = None if node.has_mod is False else broadcast.patch_from(node.held, tier=tier)
             settings = {
-                "up": self._uplink.text(), "down": "" if broadcast.down is None else broadcast.down.text(),
-                "version": broadcast.version, "round": row.round, "is_whole": patch is None, "from": held or 0,
+                "up": self._uplink.text(), "down": broadcast.codes[tier].text() if wholes else "",
+                "version": broadcast.version, "round": row.round, "counted": node.counted,
+                "from": -1 if patch is None else node.held or 0,
             }  # fmt: skip
-            if patch is not None and held is None:
+            if patch is not None and node.held is None:
                 settings["layout"] = layout.text()  # values alone lead there, and this client knows no names yet
             if patch is not None:
                 record = ArrayRecord({ROW: Array(patch)})
-            elif whole is not None:
-                record = whole
-            others = {name: one for name, one in plain.items() if name != key}
-            message.content = RecordDict({key: record, **others, RECORD: ConfigRecord(settings)})
-            place = (id(plain), None if patch is None else held)
+            elif wholes:
+                record = wholes[tier]
+            message.content = RecordDict({**plain, key: record, RECORD: ConfigRecord(settings)})
+            place = (id(plain), tier, settings["from"], node.counted)
             if place not in sizes:  # most clients get the same bytes, and hashing them takes its time
                 sizes[place] = serialised_bytes(message.content), serialised_bytes(plain)
             row.down_bytes += sizes[place][0]
@@ -288,67 +335,75 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         self._sent_at = time.monotonic()
         return messages
 
-    def _read(self, reply: Any, server_round: int) -> tuple[Any | None, tuple[int, int]]:
-        """Return a reply's content with plain arrays, its bytes, and those without a code.
-
-        The content is None of a client that could not decode the model.
-        """
-        node, content, code, row = reply.metadata.src_node_id, reply.content, self._code, self.rounds[-1]
+    def _read(self, reply: Any, server_round: int) -> tuple[Any, tuple[int, int]]:
+        """Return a reply's content with plain arrays, its bytes, and those without a code."""
+        number, content, code, broadcast = reply.metadata.src_node_id, reply.content, self._code, self._broadcast
         assert code is not None, "replies come after messages"
-        if RECORD in content:
-            self._note_stale(node)
-            return None, (0, 0)
         key, record = only_arrays(content)
-        self._has_mod[node] = list(record) == [ROW]
-        if not self._has_mod[node]:
-            self._held.pop(node, None)
-            return self._dense(content, record)
-        size = serialised_bytes(content)
-        # room for another codec's message too, so that its header can name the codec
-        most = HEADER_BYTES + max(code.most_bytes, 8 * code.layout.numel + code.layout.raw_bytes)
-        message = read_row(record[ROW].data, most_bytes=most)
-        broadcast = self._broadcast
-        decoded = code.decode(message, sender=node % 2**32, version=server_round, base_version=broadcast.version)
-        held = None if broadcast.down is None else broadcast.vector
-        arrays = record_of(decoded.arrays(broadcast.exact, held=held))
-        plain = RecordDict({key: arrays, **{name: one for name, one in content.items() if name != key}})
-        row.num_dropped += decoded.has_dropped
+        size, node, layout = serialised_bytes(content), self._nodes[number], code.layout
+        node.has_mod = list(record) == [ROW]
+        held = None if broadcast.down is None else broadcast.vectors[node.sent_tier]
+        if node.has_mod:
+            # room for another codec's message too, so that its header can name the codec
+            most = HEADER_BYTES + max(code.most_bytes, 8 * layout.numel + layout.raw_bytes)
+            arrays, flags = code.decode(
+                read_row(record[ROW].data, most_bytes=most), broadcast.exact, held=held, sender=number % 2**32,
+                version=server_round, base_version=broadcast.version,
+            )  # fmt: skip
+            self.rounds[-1].num_dropped += flags & 1
+            self._keep(number, tier=flags >> 1)
+        else:
+            arrays = self._dense(code, record, held)
+        plain = RecordDict({**content, key: record_of(arrays)})
         return plain, (size, serialised_bytes(plain))
 
-    def _dense(self, content: Any, record: Any) -> tuple[Any, tuple[int, int]]:
-        """Accept plain arrays, of a client without the mod."""
-        code = self._code
-        assert code is not None, "replies come after messages"
-        most = 8 * max([*code.layout.sizes, 1])
-        arrays = arrays_of(record, most_bytes=most)
-        code.layout.check(ArrayLayout.of(arrays), what="an update without a code")
-        if not all(bool(torch.from_numpy(array.copy()).isfinite().all()) for array in arrays.values()):
-            raise NonFiniteError("an update without a code holds NaN or infinity")
+    def _dense(self, code: UpdateCode, record: Any, held: torch.Tensor | None) -> Arrays:
+        """Accept plain arrays, of a client without the mod, as if it had coded them without loss."""
+        layout = code.layout
+        arrays = arrays_of(record, most_bytes=8 * max([*layout.sizes, 1]))
+        layout.check(ArrayLayout.of(arrays), what="an update without a code")
+        check_finite(arrays)
         if not self._warned_dense:
             _log.warning("a client sends its arrays without a code; add client_mod(uplink) to the mods of its app")
             self._warned_dense = True
-        size = serialised_bytes(content)
-        return content, (size, size)
+        vector, types = layout.flat(arrays), [arrays[layout.names[place]].dtype for place in layout.coded]
+        if code.code.sends == "signs":
+            return layout.arrays(signs_of(vector), types, arrays)
+        if held is None or code.code.sends != "differences":
+            return arrays
+        return layout.arrays(self._broadcast.exact + (vector - held), types, arrays)
 
-    def _with_metrics(self, read: list[tuple[Any, Any]]) -> Iterable[Any]:
-        """Yield the replies whose metrics the strategy can use: one odd set of keys would end its round for all."""
-        keys = [self._metric_keys(content) for _, content in read]
-        [(usual, _)] = Counter(keys).most_common(1) or [(None, 0)]
-        weight = getattr(self.inner, "weighted_by_key", None)
-        for (reply, content), found in zip(read, keys, strict=True):
-            value = next(iter(content.metric_records.values())).get(weight, 1) if found is not None else 1
+    def _with_metrics(self, read: list[tuple[Any, Any]]) -> list[Any]:
+        """Return the replies whose metrics the strategy can use: one odd set of keys would end its round for all."""
+        forms = [self._form(content) for _, content in read]
+        [(usual, _)] = Counter(forms).most_common(1) or [(None, 0)]
+        name, accepted = getattr(self.inner, "weighted_by_key", None), list[tuple[Any, float]]()
+        for (reply, content), found in zip(read, forms, strict=True):
+            weight = self._weight(content) if found is not None else 1
             if found is None or found != usual:
                 self._refuse(reply.metadata.src_node_id, "its metrics have other names than those of most clients")
-            elif not isinstance(value, int | float) or not 0 <= value < math.inf:
-                self._refuse(reply.metadata.src_node_id, f"its {weight} is {str(value)[:50]}, which is no weight")
+            elif not isinstance(weight, int | float) or not 0 <= weight <= _MOST_WEIGHT:
+                self._refuse(reply.metadata.src_node_id, f"its {name} is {str(weight)[:50]}, which is no weight")
             else:
                 reply.content = content
-                yield reply
+                accepted.append((reply, weight))
+        if any(weight for _, weight in accepted):
+            return [reply for reply, _ in accepted]
+        for reply, _ in accepted:
+            self._refuse(reply.metadata.src_node_id, f"its {name} is 0, as of all clients")
+        return []
+
+    def _weight(self, content: Any) -> Any:
+        return next(iter(content.metric_records.values())).get(getattr(self.inner, "weighted_by_key", None), 1)
 
     @staticmethod
-    def _metric_keys(content: Any) -> tuple[str, ...] | None:
-        records = list(content.metric_records.values())
-        return tuple(sorted(records[0])) if len(records) == 1 else None
+    def _form(content: Any) -> tuple[Any, ...] | None:
+        """Return what must be the same of all replies: keys of the records, names of metrics, and lengths of lists."""
+        if len(content.metric_records) != 1:
+            return None
+        [(key, metrics)] = content.metric_records.items()
+        lengths = ((name, len(one) if isinstance(one, list) else -1) for name, one in metrics.items())
+        return (*content.array_records, key, *sorted(lengths))
 
     def _joined(self, server_round: int, accepted: list[Any], failed: list[Any]) -> tuple[Any, Any]:
         """Let the strategy join the replies, or the robust rule in its place."""
@@ -356,41 +411,32 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
             found: tuple[Any, Any] = self.inner.aggregate_train(server_round, [*accepted, *failed])
             return found
         assert self._code is not None, "replies come after messages"
-        layout = self._code.layout
-        all_arrays = [arrays_of(only_arrays(reply.content)[1]) for reply in accepted]
-        stack = torch.stack([layout.flat(arrays).float() for arrays in all_arrays])
-        contents = [reply.content for reply in accepted]
-        joined = self._aggregate(stack)
-        parts = iter(torch.split(joined, [layout.sizes[place] for place in layout.coded]))
-        arrays = {
-            name: next(parts).numpy().reshape(shape) if kind == "float" else all_arrays[0][name]
-            for name, shape, kind in zip(layout.names, layout.shapes, layout.kinds, strict=True)
-        }  # fmt: skip
-        key, _ = only_arrays(contents[0])
+        try:
+            self._aggregate.check(len(accepted))
+        except ValueError as error:
+            _log.warning("round %d keeps the model: %s", server_round, error)
+            return None, None
+        layout, contents = self._code.layout, [reply.content for reply in accepted]
+        all_arrays = [arrays_of(only_arrays(content)[1]) for content in contents]
+        joined = self._aggregate(torch.stack([layout.flat(arrays).float() for arrays in all_arrays]))
+        arrays = layout.arrays(joined, ["float32"] * len(layout.coded), all_arrays[0])
         metrics = self.inner.train_metrics_aggr_fn(contents, self.inner.weighted_by_key)
-        kept = {name: one for name, one in contents[0].items() if name != key}
-        accepted[0].content = RecordDict({key: record_of(arrays), **kept})
-        return self.inner.aggregate_train(server_round, [accepted[0], *failed])[0], metrics
-
-    def _ruled(self, new: Any) -> Any:
-        if new is None or not self._rules:
-            return new
-        before, after = self._broadcast.own, arrays_of(new)
-        for rule in self._rules:
-            after = rule.project(before, after)
-        return record_of(after)
-
-    def _note_stale(self, node: int) -> None:
-        self._held.pop(node, None)
-        self.rounds[-1].num_stale += 1
+        first = max(accepted, key=lambda reply: self._weight(reply.content))  # one with a weight: it is divided by it
+        key, _ = only_arrays(first.content)
+        first.content = RecordDict({**first.content, key: record_of(arrays)})
+        return self.inner.aggregate_train(server_round, [first, *failed])[0], metrics
 
     def _refuse(self, node: int, reason: str) -> None:
         row = self.rounds[-1]
         row.num_rejected += 1
-        self._held.pop(node, None)
+        if node in self._nodes:
+            self._nodes[node].held = None
         if node not in row.rejected and len(row.rejected) < _MOST_NAMED:
             row.rejected[node] = reason[:300]
             _log.warning("round %d: the update of node %d is refused: %s", row.round, node, reason[:300])
+
+
+wrap = CompressedStrategy
 
 
 def serialised_bytes(content: Any) -> int:

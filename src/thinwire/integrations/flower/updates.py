@@ -5,7 +5,7 @@ of names and shapes as its note, checksum), and then:
 
 | bytes | content |
 | --- | --- |
-| 1 | flags: 1 where the sender dropped an old residual |
+| 1 | 1 where the sender dropped an old residual, plus twice the number of its tier, 0 for none |
 | 1 | type of all coded arrays (0 float16, 1 float32, 2 float64), or 255 and then one such byte for each |
 | the rest | arrays that are not coded (counters, flags), as they are; then the codec's payload |
 
@@ -20,10 +20,10 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from thinwire.codecs import Codec, NeedsLayout
 from thinwire.codecs.error_feedback import ErrorFeedback, Residual
 from thinwire.errors import NonFiniteError, PayloadError, refusal
 from thinwire.transport.base import Envelope
-from thinwire.transport.message import HEADER_BYTES, Header, check_header, pack, unpack
+from thinwire.transport.message import HEADER_BYTES, check_header, pack, unpack
 from thinwire.transport.streams import Stream, register
 
 UPDATES = register(Stream(name="client-update", number=40, keys=("version", "base version")))
@@ -45,8 +45,8 @@ Bytes = npt.NDArray[np.uint8]
 Sends = Literal["differences", "values", "signs"]
 _FLOATS = ("float16", "float32", "float64")
 _MIXED = 255
-_DROPPED = 1
-_MOST_VERSION = (1 << 32) - 1
+_MOST_TIERS = 127  # a tier's number shares a byte with a flag
+MOST_ARRAY_BYTES = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +58,38 @@ class LinkCode:
         density: Share of the elements that a sparse codec sends; None for the codec's default.
         values: Format of a sparse codec's values, such as `"clusters"`; None for the codec's default.
         sends: `"differences"` to the last version, `"values"` themselves, or their `"signs"`.
+        tiers: Densities by name: that of a node whose config has `tier="NAME"`; others have `density`.
 
     Raises:
-        ValueError: The codec is unknown, or does not take the option.
+        ValueError: The codec is unknown or does not take the option, or an option is out of its range.
     """
 
     codec: str = "float32"
     density: float | None = None
     values: str | None = None
     sends: Sends = "differences"
+    tiers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        self.make()
+        if self.tiers and self.density is None:
+            raise refusal("tiers need a density for nodes without one", got="density=None", allowed="a share",
+                          remedy=f"density={max(self.tiers.values())}")  # fmt: skip
+        if len(self.tiers) > _MOST_TIERS:
+            raise refusal("too many tiers", got=len(self.tiers), allowed=_MOST_TIERS, remedy="fewer densities")
+        for density in (self.density, *self.tiers.values()):
+            self._codec(density)
 
     def make(self) -> Codec:
         """Return the codec."""
+        return self._codec(self.density)
+
+    def _codec(self, density: float | None) -> Codec:
         if self.sends not in get_args(Sends):
             raise refusal("sends is unknown", got=repr(self.sends), allowed=", ".join(get_args(Sends)),
                           remedy='sends="differences"')  # fmt: skip
         key = codec_key(self.codec)
         function, arguments = CODEC_SPECS[key]
-        given = {
-            name: value for name, value in (("density", self.density), ("values", self.values)) if value is not None
-        }
+        given = {name: value for name, value in (("density", density), ("values", self.values)) if value is not None}
         try:
             made: Codec = getattr(codecs, function)(**{**arguments, **given})
         except TypeError:
@@ -91,20 +100,26 @@ class LinkCode:
     def text(self) -> str:
         """Return the code as text, by which the two ends compare what they were given."""
         return json.dumps(
-            {name: value for name, value in asdict(self).items() if value not in (None, {}, "")}, sort_keys=True
+            {name: one for name, one in asdict(self).items() if one not in (None, {}, "")}, sort_keys=True
         )
+
+    def of_tier(self, tier: object = None) -> Self:
+        """Return the code of a node's tier; the widest, which decodes all, where no tier is named."""
+        if self.density is None or not self.tiers:
+            return self
+        widest = max(self.density, *self.tiers.values())
+        return replace(self, density=widest if tier is None else self.tiers.get(str(tier), self.density))
 
 
 @dataclass(frozen=True, slots=True)
 class Uplink(LinkCode):
-    """Code of what clients send.
+    """Code of what clients send: the difference between a client's arrays and the global ones that it got.
 
     Attributes:
-        codec: Of the difference between a client's arrays and the global ones that it got.
-        error_feedback: Whether a client keeps what a lossy codec dropped, and adds it to its next update.
+        error_feedback: Whether a client keeps what a lossy codec dropped, and adds it to its next update; an update
+            that the server did not count is added too.
         residual_rounds: A residual of a client that was away for more rounds is dropped: it is a stale gradient.
         tag: Further text that both ends must have the same, such as the fingerprint of `sign_mask`.
-        tiers: Densities by name; a node whose config has `tier="NAME"` sends with that one, others with `density`.
 
     Raises:
         ValueError: An option is out of its range.
@@ -114,26 +129,12 @@ class Uplink(LinkCode):
     error_feedback: bool = True
     residual_rounds: int = 20
     tag: str = ""
-    tiers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        self.make()
-        if self.tiers and self.density is None:
-            raise refusal("tiers need a density for nodes without one", got="density=None", allowed="a share",
-                          remedy=f"density={max(self.tiers.values())}")  # fmt: skip
-        for density in self.tiers.values():
-            LinkCode(self.codec, density, self.values)
+        LinkCode.__post_init__(self)
         if self.residual_rounds < 1:
             raise refusal("residual_rounds is too small", got=self.residual_rounds, allowed="1 or more",
                           remedy="residual_rounds=20, or error_feedback=False")  # fmt: skip
-
-    def of_tier(self, tier: object = None) -> LinkCode:
-        """Return the code of a node's tier; the widest, which decodes all, where no tier is named."""
-        own = [self.density] if self.density is not None else []
-        density = max([*own, *self.tiers.values()], default=None)
-        if tier is not None:
-            density = self.tiers.get(str(tier), self.density)
-        return LinkCode(self.codec, density, self.values, self.sends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,11 @@ class Downlink(LinkCode):
     """Code of what the server sends: versions of the global model, each coded as the difference to the one before.
 
     Both ends hold the last decoded version, so what the codec dropped is part of the next difference. A client that
-    missed versions gets all their differences, or the whole version where that is shorter. Patches of a publisher can
-    take the place of these differences: they too lead from one version to the next. With `sends="values"` a version
-    stands for itself: a top-k code then sends a masked model, and sign bits the signs of `sign_mask`.
+    missed versions gets all their differences, or the whole version where that is shorter. With `sends="values"` a
+    version stands for itself: a top-k code then sends a masked model, and sign bits the signs of `sign_mask`. Each
+    tier has versions of its own; a node has the smallest density until its first reply names its tier.
 
     Attributes:
-        codec: Of the differences.
         keep: Versions whose differences the server keeps; a client that is further behind gets the whole model.
 
     Raises:
@@ -157,25 +157,25 @@ class Downlink(LinkCode):
     keep: int = 20
 
     def __post_init__(self) -> None:
+        LinkCode.__post_init__(self)
         if self.make().is_lossless_for_float32:
             raise refusal("a lossless downlink sends whole models anyway", got=self.codec, allowed="a lossy codec",
                           remedy="down=None")  # fmt: skip
         if self.keep < 1:
             raise refusal("keep is too small", got=self.keep, allowed="1 or more", remedy="keep=20")
 
+    @classmethod
+    def from_text(cls, text: str) -> Downlink:
+        """Return the code that `text` wrote.
 
-def code_from_text(kind: type[Downlink], text: str) -> Downlink:
-    """Return the code that `LinkCode.text` wrote.
-
-    Raises:
-        PayloadError: It is no such text.
-    """
-    try:
-        return kind(**json.loads(text[:1000]))
-    except (TypeError, ValueError) as error:
-        raise PayloadError(
-            f"the server's downlink is unknown here: {error}; run the same thinwire on all hosts"
-        ) from None
+        Raises:
+            PayloadError: It is no such text.
+        """
+        try:
+            return cls(**json.loads(text[:8000]))
+        except (TypeError, ValueError) as error:
+            raise PayloadError(f"the server's downlink is unknown here: {error}; run the same thinwire on all hosts"
+                               ) from None  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class ArrayLayout:
         return json.dumps([self.names, self.shapes, self.kinds])
 
     @classmethod
-    def from_text(cls, text: str, *, most_bytes: int) -> ArrayLayout:
+    def from_text(cls, text: str, *, most_bytes: int = MOST_ARRAY_BYTES) -> ArrayLayout:
         """Return the layout that `text` wrote.
 
         Raises:
@@ -240,9 +240,8 @@ class ArrayLayout:
         """
         try:
             names, shapes, kinds = json.loads(text)
-            found = cls(
-                tuple(map(str, names)), tuple(tuple(map(int, shape)) for shape in shapes), tuple(map(str, kinds))
-            )
+            shapes = tuple(tuple(map(int, shape)) for shape in shapes)
+            found = cls(tuple(map(str, names)), shapes, tuple(map(str, kinds)))
             widths = [4 if kind == "float" else np.dtype(kind).itemsize for kind in found.kinds]
         except (TypeError, ValueError) as error:
             raise PayloadError(f"the layout of the server's model cannot be read: {str(error)[:200]}") from None
@@ -284,16 +283,45 @@ class ArrayLayout:
         whole = np.concatenate([part.astype(dtype) for part in parts]) if parts else np.empty(0, dtype)
         return torch.from_numpy(whole)
 
+    def arrays(self, vector: torch.Tensor, types: Sequence[Any], others: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Return arrays: the coded ones from a vector, each of its type, and the others as they are.
+
+        Raises:
+            NonFiniteError: A type cannot hold a value of the vector, or the vector holds NaN or infinity.
+        """
+        parts, kinds = iter(torch.split(vector, [self.sizes[place] for place in self.coded])), iter(types)
+        with np.errstate(over="ignore"):
+            found = {
+                name: next(parts).numpy().astype(next(kinds)).reshape(shape) if kind == "float" else others[name]
+                for name, shape, kind in zip(self.names, self.shapes, self.kinds, strict=True)
+            }  # fmt: skip
+        check_finite(found)
+        return found
+
+
+def check_finite(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        NonFiniteError: An array holds one.
+    """
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
+            raise NonFiniteError(f"array {name[:100]!r} holds NaN or infinity")
+
+
+class Content(NamedTuple):
+    """Content of a message: the decoded vector, the type of each coded array, the other arrays, and the flags."""
+
+    vector: torch.Tensor
+    types: list[str]
+    others: Arrays
+    flags: int
+
 
 @dataclass(frozen=True)
 class UpdateCode:
-    """Code of a model's updates in one direction.
-
-    Attributes:
-        code: The direction's code.
-        layout: Of the model.
-        tag: Of the uplink.
-    """
+    """Code of a model's updates in one direction, of the layout of the model, with the tag of the uplink."""
 
     code: LinkCode
     layout: ArrayLayout
@@ -321,15 +349,16 @@ class UpdateCode:
         """Largest body of a message."""
         return 2 + len(self.layout.coded) + self.layout.raw_bytes + self.codec.payload_bytes(self.layout.numel)
 
-    def _envelope(self, size: int, *, version: int, base: int, takes_less: bool = False) -> Envelope:
+    def envelope(self, *, version: int, base: int, size: int | None = None) -> Envelope:
+        """Return the envelope of a message to write, of a body's size, or of one to read."""
         return Envelope(
             stream=UPDATES, key=(version, base), codec_id=self.codec.wire_id, numel=self.layout.numel,
-            payload_bytes=size, note=self.note, takes_less=takes_less,
+            payload_bytes=self.most_bytes if size is None else size, note=self.note, takes_less=size is None,
         )  # fmt: skip
 
     def encode(
         self, arrays: Arrays, base: torch.Tensor, *, sender: int, version: int, base_version: int,
-        residual: torch.Tensor | None = None, has_dropped: bool = False,
+        residual: torch.Tensor | None = None, flags: int = 0,
     ) -> tuple[Bytes, torch.Tensor]:  # fmt: skip
         """Encode arrays as the difference to a base.
 
@@ -340,110 +369,101 @@ class UpdateCode:
             version: What the receiver will match.
             base_version: Of the base.
             residual: float32, `(numel,)`: what was not sent before, which is updated; None for no error feedback.
-            has_dropped: Whether an old residual was dropped.
+            flags: First byte of the body.
 
         Returns:
             The message, uint8, and what the receiver decodes of the coded part, float32 `(numel,)`.
         """
-        self.layout.check(ArrayLayout.of(arrays), what="the update")
-        value = self.layout.flat(arrays)
+        layout = self.layout
+        layout.check(ArrayLayout.of(arrays), what="the update")
+        value = layout.flat(arrays)
         vector = value.to(torch.float32) if self.sends_values else (value - base).to(torch.float32)
         if self.code.sends == "signs":
-            vector = torch.where(vector < 0, -1.0, torch.where(vector >= 0, 1.0, vector))  # NaN stays, and is refused
+            vector = signs_of(vector)
         memory, state = ErrorFeedback(), None if residual is None or self.sends_values else Residual(residual)
         if state is not None and bool(vector.isfinite().all()):  # else the receiver refuses it, and the residual stays
             vector = memory.before(state, vector)
         else:
             state = None
         payload = self.codec.encode(vector)
-        body = torch.cat([torch.from_numpy(self._head(arrays, has_dropped)), payload])
+        types = [_FLOATS.index(str(arrays[layout.names[place]].dtype)) for place in layout.coded]
+        kinds = (types[:1] or [1]) if len(set(types)) <= 1 else [_MIXED, *types]
+        raw = [
+            np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+            for name, kind in zip(layout.names, layout.kinds, strict=True) if kind != "float"
+        ]  # fmt: skip
+        body = torch.cat([torch.from_numpy(np.concatenate([np.array([flags, *kinds], np.uint8), *raw])), payload])
         try:
-            sent = self.codec.decode(payload, numel=self.layout.numel)
+            sent = self.codec.decode(payload, numel=layout.numel)
         except NonFiniteError:
             sent = torch.full_like(vector, torch.nan)
         if state is not None:
             memory.after(state, sent)
-        envelope = self._envelope(body.numel(), version=version, base=base_version)
+        envelope = self.envelope(version=version, base=base_version, size=body.numel())
         return pack(body, sender=sender, envelope=envelope).numpy(), sent
 
-    def _head(self, arrays: Arrays, has_dropped: bool) -> Bytes:
-        types = [_FLOATS.index(str(arrays[self.layout.names[place]].dtype)) for place in self.layout.coded]
-        kinds = types[:1] if len(set(types)) <= 1 else [_MIXED, *types]
-        raw = [
-            np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-            for name, kind in zip(self.layout.names, self.layout.kinds, strict=True) if kind != "float"
-        ]  # fmt: skip
-        return np.concatenate([np.array([_DROPPED * has_dropped, *(kinds or [1])], np.uint8), *raw])
-
-    def decode(self, message: Bytes, *, sender: int, version: int, base_version: int) -> Decoded:
-        """Decode a message.
+    def read(self, message: Bytes, *, sender: int, version: int, base_version: int) -> Content:
+        """Return the content of a message.
 
         Raises:
             PayloadError: It is not a message of this code, layout, version and sender.
-            NonFiniteError: It holds NaN or infinity.
+            NonFiniteError: It holds NaN or infinity, as far as its codec has them.
         """
-        envelope = self._envelope(self.most_bytes, version=version, base=base_version, takes_less=True)
+        envelope, layout = self.envelope(version=version, base=base_version), self.layout
         received = unpack(torch.from_numpy(message.copy()), source=sender, envelope=envelope)
+        body, count, who = received.payload.numpy(), len(layout.coded), f"{envelope.describe()} from {sender}"
         if received.note != self.note:
-            raise PayloadError(f"{envelope.describe()} from {sender}: its arrays have other names, shapes or tag than "
-                               f"the server's; train the model that the server sent")  # fmt: skip
-        body, layout = received.payload.numpy(), self.layout
-        count = len(layout.coded)
+            raise PayloadError(f"{who}: its arrays have other names, shapes or tag than the server's; train the model "
+                               f"that the server sent")  # fmt: skip
         width = 2 + count * (len(body) > 1 and int(body[1]) == _MIXED)
         types = [int(one) for one in (body[2:width] if width > 2 else body[1:2])]
         if len(body) < width + layout.raw_bytes or any(one >= len(_FLOATS) for one in types):
-            raise PayloadError(f"{envelope.describe()} from {sender}: its head is too short, or names an unknown type")
-        raw, start = {}, width
+            raise PayloadError(f"{who}: its head is too short, or names an unknown type")
+        others, start = {}, width
         for name, shape, kind, size in zip(layout.names, layout.shapes, layout.kinds, layout.sizes, strict=True):
             if kind != "float":
                 stop = start + size * np.dtype(kind).itemsize
-                raw[name] = body[start:stop].view(kind).reshape(shape).copy()
+                if kind == "bool" and bool((body[start:stop] > 1).any()):
+                    raise PayloadError(f"{who}: array {name[:100]!r} holds other bytes than those of true and false")
+                others[name] = body[start:stop].view(kind).reshape(shape).copy()
                 start = stop
         vector = self.codec.decode(received.payload[start:].clone(), numel=layout.numel)  # aligned
-        if not bool(vector.isfinite().all()):
-            raise NonFiniteError(f"{envelope.describe()} from {sender}: it holds NaN or infinity")
-        types = types if width > 2 else types * count
-        return Decoded(code=self, vector=vector, raw=raw, types=tuple(types), has_dropped=bool(body[0] & _DROPPED))
+        names = [_FLOATS[one] for one in (types if width > 2 else types * count)]
+        return Content(vector, names, others, int(body[0]))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
-    """Content of a message.
-
-    Attributes:
-        code: That it was decoded by.
-        vector: Values or differences of the coded arrays, float32 `(numel,)`.
-        raw: The arrays that are not coded.
-        types: Index of each coded array's type.
-        has_dropped: Whether the sender dropped an old residual.
-    """
-
-    code: UpdateCode
-    vector: torch.Tensor
-    raw: Arrays
-    types: tuple[int, ...]
-    has_dropped: bool
-
-    def arrays(self, onto: torch.Tensor, *, held: torch.Tensor | None = None) -> Arrays:
-        """Return the arrays.
+    def decode(
+        self, message: Bytes, onto: torch.Tensor, *, sender: int, version: int, base_version: int,
+        held: torch.Tensor | None = None,
+    ) -> tuple[Arrays, int]:  # fmt: skip
+        """Return the arrays of a message, and its flags.
 
         Args:
+            message: For `read`.
             onto: Vector that a difference is added to.
-            held: For values: what the sender's own arrays began from, where that is not `onto`.
+            sender: Number of the sender.
+            version: Of the message.
+            base_version: What a difference refers to.
+            held: What the sender's own arrays began from, where that is not `onto`.
+
+        Raises:
+            PayloadError: By `read`.
+            NonFiniteError: The message or the arrays hold NaN or infinity.
         """
-        layout = self.code.layout
-        if not self.code.sends_values:
-            whole = onto + self.vector.to(onto.dtype)
-        elif held is None or self.code.code.sends != "differences":
-            whole = self.vector
-        else:
-            whole = onto + (self.vector.to(held.dtype) - held)
-        parts = iter(torch.split(whole, [layout.sizes[place] for place in layout.coded]))
-        kinds = iter(self.types)
-        return {
-            name: next(parts).numpy().astype(_FLOATS[next(kinds)]).reshape(shape) if kind == "float" else self.raw[name]
-            for name, shape, kind in zip(layout.names, layout.shapes, layout.kinds, strict=True)
-        }  # fmt: skip
+        found = self.read(message, sender=sender, version=version, base_version=base_version)
+        return self.layout.arrays(self.joined(found.vector, onto, held), found.types, found.others), found.flags
+
+    def joined(self, vector: torch.Tensor, onto: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+        """Return the values that a decoded vector stands for; `decode` has the arguments."""
+        if not self.sends_values:
+            return onto + vector.to(onto.dtype)
+        if held is None or self.code.sends != "differences":
+            return vector
+        return onto + (vector.to(held.dtype) - held)
+
+
+def signs_of(vector: torch.Tensor) -> torch.Tensor:
+    """Return -1 and 1; NaN stays, and is refused."""
+    return torch.where(vector < 0, -1.0, torch.where(vector >= 0, 1.0, vector))
 
 
 @dataclass(kw_only=True)
@@ -453,61 +473,78 @@ class Broadcast:
     Attributes:
         down: Code of the differences; None sends whole models.
         version: The current one, from 1; 0 before the first.
-        held: What clients of the current version hold.
-        vector: `ArrayLayout.flat` of it.
-        exact: `ArrayLayout.flat` of the server's own arrays at this version.
-        patches: Message that leads to each of the last versions from the one before.
         own: The server's own arrays at this version.
         layout: Of these arrays.
+        exact: `ArrayLayout.flat` of them.
+        held: What clients of each tier hold at the current version; the first are those without a tier.
+        vectors: `ArrayLayout.flat` of it.
+        patches: For each tier, the message that leads to each of the last versions from the one before.
     """
 
     down: Downlink | None
     version: int = 0
-    held: Arrays = field(default_factory=dict)
-    layout: ArrayLayout | None = None
-    vector: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    exact: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    patches: dict[int, Bytes] = field(default_factory=dict)
     own: Arrays = field(default_factory=dict)
+    layout: ArrayLayout | None = None
+    exact: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    held: list[Arrays] = field(default_factory=list)
+    vectors: list[torch.Tensor] = field(default_factory=list)
+    patches: list[dict[int, Bytes]] = field(default_factory=list)
+
+    @cached_property
+    def codes(self) -> list[Downlink]:
+        """The code of each tier."""
+        return [] if self.down is None else [self.down, *map(self.down.of_tier, sorted(self.down.tiers))]
+
+    @property
+    def smallest(self) -> int:
+        """The tier of the smallest density: every node can take that one."""
+        return min(range(len(self.codes)), key=lambda tier: self.codes[tier].density or 1.0, default=0)
 
     def advance(self, arrays: Arrays) -> ArrayLayout:
         """Make arrays the current version, unless they are, and return their layout."""
         layout = ArrayLayout.of(arrays)
-        if layout == self.layout and all(_is_same(arrays[name], self.own[name]) for name in arrays):
+        if layout == self.layout and all(
+            arrays[name].dtype == own.dtype and arrays[name].tobytes() == own.tobytes()
+            for name, own in self.own.items()
+        ):
             return layout
-        if not all(bool(np.isfinite(array).all()) for array in arrays.values()):
-            raise NonFiniteError("the global model holds NaN or infinity; lower the learning rate of clients or server")
-        self.exact = layout.flat(arrays)
-        base, self.version = self.version, self.version + 1
-        if self.version > _MOST_VERSION:
-            raise refusal(
-                "a model has too many versions", got=self.version, allowed=_MOST_VERSION, remedy="a new strategy"
-            )
+        try:
+            check_finite(arrays)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"the global model: {error}; lower the learning rate of clients or server") from None
+        self.exact, self.version = layout.flat(arrays), self.version + 1
         if self.down is None or (layout != self.layout and self.down.sends == "differences"):
-            self.held, self.patches = arrays, {}
+            self.held, self.patches = ([arrays] * max(1, len(self.codes)), [{} for _ in self.codes])
         else:
-            code = UpdateCode(self.down, layout)
-            base = 0 if code.sends_values else base
-            patch, _ = code.encode(arrays, self.vector, sender=0, version=self.version, base_version=base)
-            decoded = code.decode(patch, sender=0, version=self.version, base_version=base)
-            self.patches = {} if code.sends_values else self.patches
-            self.held = decoded.arrays(self.vector)
-            self.patches = {**self.patches, self.version: patch}
-            self.patches = {version: self.patches[version] for version in sorted(self.patches)[-self.down.keep :]}
-        self.own, self.layout, self.vector = arrays, layout, layout.flat(self.held)
+            self.held = [self._coded(UpdateCode(one, layout), tier, arrays) for tier, one in enumerate(self.codes)]
+        self.own, self.layout, self.vectors = arrays, layout, [layout.flat(held) for held in self.held]
         return layout
 
-    def patch_from(self, version: int | None) -> Bytes | None:
+    def _coded(self, code: UpdateCode, tier: int, arrays: Arrays) -> Arrays:
+        base = 0 if code.sends_values else self.version - 1
+        onto = self.vectors[tier] if self.vectors else torch.empty(0)
+        patch, _ = code.encode(arrays, onto, sender=0, version=self.version, base_version=base)
+        held, _ = code.decode(patch, onto, sender=0, version=self.version, base_version=base)
+        self.patches = self.patches or [{} for _ in self.codes]
+        kept = {} if code.sends_values else self.patches[tier]
+        newest = self.version - self.codes[tier].keep
+        self.patches[tier] = {one: row for one, row in kept.items() if one > newest} | {self.version: patch}
+        return held
+
+    def patch_from(self, version: int | None, *, tier: int = 0) -> Bytes | None:
         """Return the messages that lead from a version to the current one; None where a whole model is shorter."""
-        if self.down is not None and self.down.sends != "differences":
-            return np.empty(0, np.uint8) if version == self.version else self.patches[self.version]
+        if self.down is None:
+            return None
+        patches = self.patches[tier]
+        if self.down.sends != "differences":
+            return np.empty(0, np.uint8) if version == self.version else patches[self.version]
         if version is None or not 0 < version <= self.version:
             return None
         needed = range(version + 1, self.version + 1)
-        if any(one not in self.patches for one in needed):
+        if any(one not in patches for one in needed):
             return None
-        joined = np.concatenate([np.empty(0, np.uint8), *(self.patches[one] for one in needed)])
-        return joined if len(joined) < sum(array.nbytes for array in self.held.values()) else None
+        joined = np.concatenate([np.empty(0, np.uint8), *(patches[one] for one in needed)])
+        return joined if len(joined) < sum(array.nbytes for array in self.held[tier].values()) else None
 
 
 def follow(code: UpdateCode, held: Arrays, messages: Bytes, *, version: int, target: int) -> Arrays:
@@ -524,48 +561,24 @@ def follow(code: UpdateCode, held: Arrays, messages: Bytes, *, version: int, tar
         PayloadError: The messages do not lead there.
     """
     if code.sends_values and len(messages):
-        return code.decode(messages, sender=0, version=target, base_version=0).arrays(torch.empty(0))
-    for message, number in _cut(code, messages, version=version):
-        if number > target:
-            break
-        decoded = code.decode(message, sender=0, version=number, base_version=number - 1)
-        held, version = decoded.arrays(code.layout.flat(held)), number
+        return code.decode(messages, torch.empty(0), sender=0, version=target, base_version=0)[0]
+    start = 0
+    while start < len(messages) and version < target:
+        envelope = code.envelope(version=version + 1, base=version)
+        header = check_header(memoryview(messages[start:].data), source=0, envelope=envelope)
+        message = messages[start : start + HEADER_BYTES + header.payload_bytes]
+        onto = code.layout.flat(held)
+        held, _ = code.decode(message, onto, sender=0, version=version + 1, base_version=version)
+        start, version = start + len(message), version + 1
     if version != target:
         raise PayloadError(f"differences lead to version {version} of the model, expected {target}")
     return held
 
 
-def _cut(code: UpdateCode, messages: Bytes, *, version: int) -> Iterator[tuple[Bytes, int]]:
-    start = 0
-    while start < len(messages):
-        version += 1
-        envelope = code._envelope(code.most_bytes, version=version, base=version - 1, takes_less=True)
-        header: Header = check_header(memoryview(messages[start:].tobytes()), source=0, envelope=envelope)
-        stop = start + HEADER_BYTES + header.payload_bytes
-        yield messages[start:stop], version
-        start = stop
-
-
-def _is_same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-
-
-def read_row(data: bytes, *, most_bytes: int) -> Bytes:
-    """Return the uint8 of a .npy file of one dimension, checked against the bytes that are there.
+def read_array(data: bytes, *, most_bytes: int = MOST_ARRAY_BYTES) -> npt.NDArray[Any]:
+    """Return the numbers of a .npy file, checked against the bytes that are there.
 
     `numpy.load` would take memory for as many elements as the file claims.
-
-    Raises:
-        PayloadError: It is another file, or of another size.
-    """
-    array = read_array(data, most_bytes=most_bytes)
-    if array.dtype != np.uint8 or array.ndim != 1:
-        raise PayloadError(f"an array of {array.dtype} of shape {array.shape[:8]} in the place of a row of bytes")
-    return array
-
-
-def read_array(data: bytes, *, most_bytes: int) -> npt.NDArray[Any]:
-    """Return the numbers of a .npy file, checked against the bytes that are there.
 
     Raises:
         PayloadError: It is another file, or of another size.
@@ -578,15 +591,21 @@ def read_array(data: bytes, *, most_bytes: int) -> npt.NDArray[Any]:
     except Exception as error:  # of numpy's reader: ValueError, SyntaxError, TypeError, struct.error
         raise PayloadError(f"an array that is no .npy file: {str(error)[:200]}") from None
     room = len(data) - stream.tell()
-    if dtype.kind not in "fiub" or room > most_bytes or not _fits(shape, dtype.itemsize, room):
+    is_whole = math.prod(shape) * dtype.itemsize == room  # Python's integers do not overflow
+    if dtype.kind not in "fiub" or room > most_bytes or not is_whole or len(shape) > 16 or not all(
+        0 <= length <= MOST_ARRAY_BYTES for length in shape
+    ):  # fmt: skip
         raise PayloadError(f"an array claims {dtype} of shape {shape[:8]}, and {room} bytes are there; at most "
                            f"{most_bytes} fit")  # fmt: skip
     found = np.frombuffer(data, dtype=dtype, offset=stream.tell())
+    if dtype.kind == "b" and bool((found.view(np.uint8) > 1).any()):
+        raise PayloadError("an array of bool holds other bytes than those of true and false")
     return found.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _fits(shape: Sequence[int], itemsize: int, room: int) -> bool:
-    size = itemsize
-    for length in shape:
-        size *= length  # Python's integers do not overflow
-    return size == room and all(length >= 0 for length in shape)
+def read_row(data: bytes, *, most_bytes: int = MOST_ARRAY_BYTES) -> Bytes:
+    """Return the uint8 of a .npy file of one dimension, by `read_array`."""
+    array = read_array(data, most_bytes=most_bytes)
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise PayloadError(f"an array of {array.dtype} of shape {array.shape[:8]} in the place of a row of bytes")
+    return array
