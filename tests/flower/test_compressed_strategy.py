@@ -208,7 +208,7 @@ def test_an_update_that_did_not_count_is_sent_again(*, is_bad: bool) -> None:
         [mine] = [one for one in replies if one.metadata.src_node_id == 1000]
         if round in (2, 3):
             if is_bad:
-                mine.content["metrics"] = MetricRecord({"num-examples": math.nan})
+                mine.content["metrics"] = MetricRecord({"num-examples": math.nan, "loss": 0.0})
             return replies if is_bad else [one for one in replies if one is not mine]
         row = mine.content["arrays"]["thinwire"].numpy()
         found = UpdateCode(up, layout).read(row, sender=1000, version=round, base_version=strategy._broadcast.version)

@@ -103,11 +103,12 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def run() -> None:
-    """Run it in Flower's simulation, two clients at a time."""
+    """Run it in Flower's simulation, one client after another: most of its time goes into starting processes."""
     from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    resources = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    ray = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "log_to_driver": False}
+    resources = {"init_args": ray, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app, client_app, num_supernodes=CLIENTS, backend_config=resources)
 
 
