@@ -17,7 +17,8 @@ TESTS = Path(__file__).parent
 WINGS: dict[str, tuple[str, ...]] = {
     "core": (
         "laws/", "reference/", "unit/averaging/", "unit/carriers/", "unit/codecs/",
-        "unit/ensembles/", "unit/experts/", "unit/methods/", "unit/sequences/", "unit/split/", "unit/sync/",
+        "unit/ensembles/", "unit/experts/", "unit/methods/", "unit/publish/", "unit/sequences/",
+        "unit/split/", "unit/sync/",
         "unit/transport/", "unit/test_", "multiprocess/test_closure_methods", "multiprocess/test_coded_stage",
         "multiprocess/test_connect",
         "multiprocess/test_forked_", "multiprocess/test_gnn_", "multiprocess/test_live_",

@@ -157,6 +157,14 @@ class DesyncError(ThinwireError):
     """Replicas that must hold the same global parameters do not."""
 
 
+class StreamError(ThinwireError):
+    """A stream of published weights is another one, of a newer format, or does not verify."""
+
+
+class StaleWeights(StreamError):
+    """Published weights are too many versions behind, or no newer ones come."""
+
+
 class NonFiniteError(ThinwireError):
     """A replica's payload holds NaN or infinity."""
 
