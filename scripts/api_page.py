@@ -19,7 +19,8 @@ The names of `import thinwire`. All other modules are below [Reference](index.md
 """
 # The order of a reader: first what a training script calls.
 ORDER = (
-    "connect", "DistributedOptimizer", "MultiOptimizer", "methods", "Method", "codecs", "metrics", "join",
+    "connect", "DistributedOptimizer", "MultiOptimizer", "split_model", "methods", "Method", "codecs", "metrics",
+    "is_lead", "replica_folder", "tracker_names", "join",
     "ElasticOptimizer", "ActivationCode", "AdaptiveBits", "CodedStage", "split", "sequences", "experts", "streamed",
     "watch", "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport", "FaultyTransport", "RecordingTransport",
     "ThinwireError", "__version__",

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from thinwire.codecs.activation_code import ActivationCode
     from thinwire.codecs.channel_bits import AdaptiveBits
     from thinwire.errors import ThinwireError
-    from thinwire.integrations.tracking import metrics
+    from thinwire.integrations.tracking import is_lead, metrics, replica_folder, tracker_names
     from thinwire.recording.torch_recorder import watch
     from thinwire.sync.method import Method
-    from thinwire.sync.multi_optimizer import MultiOptimizer
+    from thinwire.sync.multi_optimizer import MultiOptimizer, split_model
     from thinwire.sync.optimizer import DistributedOptimizer
     from thinwire.training.elastic.own_loop import ElasticOptimizer, join
     from thinwire.transport.coded_stage import CodedStage
@@ -56,10 +56,14 @@ _HOMES = {
     "RecordingTransport": "thinwire.transport.recording",
     "ThinwireError": "thinwire.errors",
     "connect": "thinwire.transport.connect",
+    "is_lead": "thinwire.integrations.tracking",
     "join": "thinwire.training.elastic.own_loop",
     "metrics": "thinwire.integrations.tracking",
+    "replica_folder": "thinwire.integrations.tracking",
     "run_replicas": "thinwire.transport.loopback",
+    "split_model": "thinwire.sync.multi_optimizer",
     "streamed": "thinwire.workloads.language.streamed",
+    "tracker_names": "thinwire.integrations.tracking",
     "watch": "thinwire.recording.torch_recorder",
 }
 _MODULES = ("codecs", "experts", "lab", "methods", "sequences", "split")
@@ -67,8 +71,8 @@ _MODULES = ("codecs", "experts", "lab", "methods", "sequences", "split")
 __all__ = [
     "ActivationCode", "AdaptiveBits", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport",
     "LoopbackTransport", "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError",
-    "__version__", "codecs", "connect", "experts", "join", "lab", "methods", "metrics", "run_replicas", "sequences",
-    "split", "streamed", "watch",
+    "__version__", "codecs", "connect", "experts", "is_lead", "join", "lab", "methods", "metrics", "replica_folder",
+    "run_replicas", "sequences", "split", "split_model", "streamed", "tracker_names", "watch",
 ]  # fmt: skip
 
 

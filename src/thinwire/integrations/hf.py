@@ -8,7 +8,6 @@ join an elastic run: they come and go while the others train.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, DesyncError, MissingExtra, excluded, refusal
+from thinwire.integrations.run_schedule import RunSchedule
 from thinwire.integrations.tracking import metrics
 from thinwire.sync.buffers import average_tensors
 from thinwire.sync.method import Method
@@ -36,8 +35,6 @@ try:
 except ImportError as error:
     raise MissingExtra.of("transformers", extra="hf") from error
 
-# What the tests have passed with; other versions are not refused, only untried.
-TRIED_VERSIONS = {"transformers": "5.23", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
 # The local parameters of a replica, beside the global ones in `model.safetensors`.
 LOCAL_FILE = "local_parameters.safetensors"
 # Above the numbers that `average_buffers` counts from 0.
@@ -304,14 +301,12 @@ class _ElasticSteps(TrainerCallback):
 
     def __init__(self, trainer: DiLoCoTrainerMixin) -> None:
         self._trainer = trainer
-        self._first_schedule: dict[str, Any] = {}
-        self._first_rates: list[float] = []
+        self._schedule: RunSchedule | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin at the step that the run has reached."""
-        if (schedule := self._schedule) is not None:
-            self._first_schedule = copy.deepcopy(schedule.state_dict())
-            self._first_rates = [group["lr"] for group in schedule.optimizer.param_groups]
+        scheduler: Any = self._trainer.lr_scheduler
+        self._schedule = RunSchedule(getattr(scheduler, "scheduler", scheduler))
         self._move_to(self._optimizer.steps_done, state)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -333,13 +328,6 @@ class _ElasticSteps(TrainerCallback):
         found: Any = self._trainer.diloco
         return found  # type: ignore[no-any-return]
 
-    @property
-    def _schedule(self) -> LRScheduler | None:
-        """The schedule of the learning rate; None for one that follows a metric, not the steps."""
-        trainer: Any = self._trainer
-        schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-        return schedule if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau) else None
-
     def _move_to(self, step: int, state: Any) -> None:
         trainer: Any = self._trainer
         passed = step - state.global_step
@@ -349,14 +337,5 @@ class _ElasticSteps(TrainerCallback):
         # the trainer divides sums over its own steps by differences of these
         trainer._globalstep_last_logged += passed
         trainer._initial_global_step += passed
-        schedule = self._schedule
-        if schedule is None:
-            return
-        if schedule.last_epoch > step:  # this trainer lost its state, and goes on from an earlier one of the run
-            schedule.load_state_dict(copy.deepcopy(self._first_schedule))
-            for group, rate in zip(schedule.optimizer.param_groups, self._first_rates, strict=True):
-                group["lr"] = rate
-        with warnings.catch_warnings():  # torch warns of a schedule that moves before the optimizer's first step
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-            while schedule.last_epoch < step:
-                schedule.step()
+        assert self._schedule is not None
+        self._schedule.move_to(step)

@@ -17,9 +17,6 @@ try:
 except ImportError as error:
     raise MissingExtra.of("torchtitan", extra="titan") from error
 
-# What the tests have passed with; other versions are not refused, only untried.
-TRIED_VERSIONS = {"torchtitan": "0.3"}
-
 
 class DiLoCoOptimizersContainer(OptimizersContainer):  # type: ignore[misc]
     """torchtitan's container of optimizers, of which one `DistributedOptimizer` wraps all.

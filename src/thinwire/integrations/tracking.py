@@ -1,8 +1,53 @@
-"""Numbers of a `DistributedOptimizer` for experiment trackers, as one flat dict a step."""
+"""One rule for who writes what: the lead, folders of replicas, names in trackers; and numbers for trackers.
+
+`thinwire.connect(solo=True)` makes every process the main process of its libraries. What they derive from the rank,
+such as output folders and runs of a tracker, follows from here instead.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.transport.base import Transport
+from thinwire.transport.default_group import rank_or_zero
+
+
+def is_lead(transport: Transport) -> bool:
+    """Return whether this process does what only one of a run may do: upload a model, print a summary.
+
+    It is the first rank of replica 0. After the final exchange its global parameters are those of all replicas. In an
+    elastic run replica 0 may have left: let each replica save to its own folder there.
+
+    Example:
+        >>> from thinwire.transport.loopback import LoopbackWorld
+        >>> [is_lead(transport) for transport in LoopbackWorld(2).transports]
+        [True, False]
+    """
+    ranks = getattr(getattr(transport, "inner", transport), "ranks_per_replica", 1)
+    return transport.replica == 0 and rank_or_zero() % ranks == 0
+
+
+def replica_folder(path: Path | str, transport: Transport) -> Path:
+    """Return the folder in which a replica writes: `path/replica-N`, or `path` itself where it is the only one.
+
+    Example:
+        >>> from thinwire.transport.loopback import LoopbackWorld
+        >>> [str(replica_folder("runs/a", transport)) for transport in LoopbackWorld(2).transports]
+        ['runs/a/replica-0', 'runs/a/replica-1']
+    """
+    return Path(path) / f"replica-{transport.replica}" if transport.num_replicas > 1 else Path(path)
+
+
+def tracker_names(name: str, transport: Transport) -> dict[str, str]:
+    """Return group and name of a replica's run, as `wandb.init` takes them: one group for all replicas.
+
+    Example:
+        >>> from thinwire.transport.loopback import LoopbackWorld
+        >>> tracker_names("lora", LoopbackWorld(2).transports[1])
+        {'group': 'lora', 'name': 'lora-replica-1'}
+    """
+    return {"group": name, "name": f"{name}-replica-{transport.replica}"}
 
 
 def metrics(optimizer: DistributedOptimizer) -> dict[str, float]:

@@ -1,10 +1,14 @@
-"""Detection of replicas that train on equal batches, by a hash of their first inputs that travels with the rounds."""
+"""Detection of replicas that train on equal batches, by a hash of their first inputs that travels with the rounds.
+
+Where the model itself is not called, as in Lightning, which calls what it holds, gradients are hashed in their place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +26,8 @@ _NUM_BATCHES = 8
 # Elements of each input that count: the time for it stays far below that of a forward pass.
 _MOST_ELEMENTS = 1 << 16
 _MOST_NESTED = 64
+# Gradients that count, of the last parameters: an embedding's are zero almost everywhere.
+_MOST_GRADIENTS = 8
 
 
 class EqualBatchesWarning(UserWarning):
@@ -42,8 +48,9 @@ class EqualBatches:
     """
 
     def __init__(self, model: nn.Module, *, replica: int) -> None:
-        self._replica = replica
+        self._model, self._replica = model, replica
         self._seen: list[int] = []
+        self._has_inputs = self._has_gradients = False  # of this step
         self.data_hash = 0
         self._equal: int | None = None
         self._has_warned = False
@@ -60,20 +67,47 @@ class EqualBatches:
         self._has_warned = True
         warnings.warn(
             f"replicas {self._replica} and {self._equal} train on equal batches, so one of them adds nothing; give "
-            f"each its own: batches[transport.replica :: transport.num_replicas], or "
-            f"DataLoader(dataset, sampler=thinwire.integrations.data.ReplicaSampler(dataset, transport))",
+            f"each its own: batches[transport.replica :: transport.num_replicas], or split_dataset(dataset, transport) "
+            f"or the sampler ReplicaSampler(dataset, transport) of thinwire.integrations.data; where data is drawn, "
+            f"a seed with transport.replica in it",
             EqualBatchesWarning, stacklevel=stacklevel + 1,
         )  # fmt: skip
 
     def close(self) -> None:
         self._hook.remove()
 
+    def watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure of a step, after whose first call the gradients are hashed."""
+
+        def call() -> Any:
+            result = closure()
+            self.on_gradients()
+            return result
+
+        return call
+
+    def on_gradients(self) -> None:
+        """Hash the gradients of a step once, before they are averaged; nothing where the inputs were hashed."""
+        if len(self._seen) >= _NUM_BATCHES or self._has_inputs or self._has_gradients:
+            return
+        self._has_gradients = True
+        found = [p.grad for p in self._model.parameters() if p.grad is not None and not p.grad.is_sparse]
+        if found:
+            self._add(found[-_MOST_GRADIENTS:])
+
+    def on_step_end(self) -> None:
+        self._has_inputs = self._has_gradients = False
+
     def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not model.training or not torch.is_grad_enabled():
             return
+        self._has_inputs = True
+        self._add(tensors_in((args, kwargs), depth=_MOST_NESTED))
+
+    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
         found = 0
         with contextlib.suppress(RuntimeError, TypeError):  # a tensor without values, as in a transform of functions
-            for tensor in tensors_in((args, kwargs), depth=_MOST_NESTED):
+            for tensor in tensors:
                 first = local_shard(tensor.detach()).reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
                 found = zlib.crc32(first.view(torch.uint8).numpy().data, found)
         self._seen.append(found)

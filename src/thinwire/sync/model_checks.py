@@ -78,7 +78,8 @@ def refuse_turns(model: nn.Module, optimizer: object) -> None:
     if alive and any(one() is optimizer for one in alive):
         raise refusal(
             "two DistributedOptimizers step one model in turns, so all of it is exchanged twice", got="two of them",
-            allowed="one for each model", remedy="thinwire.MultiOptimizer([...]), which joins inner optimizers",
+            allowed="one for each model", remedy="thinwire.split_model(model, [...]), a part for each, or "
+            "thinwire.MultiOptimizer([...]) where all step together",
         )  # fmt: skip
     _steppers[model] = [*alive, ref(optimizer)]
 

@@ -259,8 +259,12 @@ class DistributedOptimizer(EagerOptimizer):
         refuse_turns(self._model, self)
         if self._shared_collectives is not None:
             self._shared_collectives.on_step()
-        if self._batches is not None:
-            self._batches.warn(stacklevel=3)  # torch wraps `step`
+        if (batches := self._batches) is not None:
+            batches.warn(stacklevel=3)  # torch wraps `step`
+            if closure is not None:
+                closure = batches.watched(closure)
+            elif not self._is_skipping:
+                batches.on_gradients()
         now_s = time.monotonic()
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
@@ -283,6 +287,8 @@ class DistributedOptimizer(EagerOptimizer):
             self._driver.await_sends()
         finally:
             self._driver.end()
+            if batches is not None:
+                batches.on_step_end()
         self._steps_done += self._driver.steps_passed
         return result
 
@@ -361,6 +367,8 @@ class DistributedOptimizer(EagerOptimizer):
             TransportError: A peer was lost, was late or sent something wrong.
             RuntimeError: It was called twice before a step.
         """
+        if self._batches is not None:
+            self._batches.on_gradients()
         if self._engine.program.can_average_ahead and not self._engine.has_memory:
             self._driver.average_ahead()
 

@@ -33,6 +33,11 @@ def own_rank(*, gpu_calls: bool = False) -> int:
     raise ValueError(f"calls are recorded on gloo, and on nccl with gpu_calls=True; this process group is {backend}")
 
 
+def rank_or_zero() -> int:
+    """Return this process's rank in the default group, 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def all_gather_text(own: str) -> list[str]:
     """Return the text of each rank of the default group; all ranks call it together.
 
