@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from live_processes import DEADLINE_S
+from safetensors.torch import load_file
 
 from thinwire.cli.argument_parsing import options_of
 from thinwire.cli.main import main
@@ -59,6 +60,81 @@ train([Stop()])
 train(checkpoint=sys.argv[1] + "/replica-0/checkpoint-8")
 """
 
+# A loop of Accelerate and a Trainer of Lightning, each whole, then again from the end of its first epoch.
+LOOPS = """
+import hashlib
+
+import accelerate
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+order = torch.Generator()  # Lightning's checkpoints hold no generator
+
+
+def loaders(generator=None):
+    points = torch.randn(65, 8, generator=torch.Generator().manual_seed(0))
+    return DataLoader(points, batch_size=4, shuffle=True, generator=generator), DataLoader(points[:6], batch_size=4)
+
+
+def accelerated(checkpoint=None):
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerate.utils.set_seed(3)
+    model = torch.nn.Linear(8, 4)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared, optimizer, batches, evaluated, schedule = accelerator.prepare(
+        model, inner, *loaders(), torch.optim.lr_scheduler.LinearLR(inner, total_iters=24))
+    if checkpoint:
+        accelerator.load_state(checkpoint)
+    for epoch in range(1 if checkpoint else 0, 3):
+        for batch in batches:
+            accelerator.backward(prepared(batch).pow(2).mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        accelerator.save_state(f"states/epoch_{epoch}")
+    print("evaluated", sum(len(batch) for batch in evaluated), "rate", schedule.get_last_lr()[0])
+    accelerator.save_model(prepared, "accelerated")
+    accelerator.end_training()
+    return digest(model)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch):
+        return self.net(batch).pow(2).mean()
+
+    def on_train_epoch_end(self):
+        order.manual_seed(self.current_epoch + 1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def by_lightning(checkpoint=None):
+    lightning.seed_everything(1)
+    module = Module()
+    callback = lightning.pytorch.callbacks.ModelCheckpoint(save_top_k=-1)
+    trainer = lightning.Trainer(
+        strategy="ddp", accelerator="cpu", max_epochs=3, enable_progress_bar=False, enable_model_summary=False,
+        logger=False, default_root_dir="light", callbacks=[callback])
+    order.manual_seed(1 if checkpoint else 0)
+    trainer.fit(module, loaders(order)[0], ckpt_path=checkpoint)
+    return digest(module)
+
+
+print("accelerate", accelerated(), accelerated("states/epoch_0"))
+print("lightning", by_lightning(), by_lightning("light/replica-0/checkpoints/epoch=0-step=8.ckpt"))
+"""
+
 
 def run(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "thinwire.cli.main", "run", *words]
@@ -86,6 +162,28 @@ def test_a_trainer_ends_equal_on_two_replicas_and_resumes_to_the_bits_of_the_who
     assert "32 of 65 examples of train_dataset" in lines[2] and "out/replica-N" in lines[3]
     assert "['tensorboard'] examples: 32" in found.stdout
     assert "trackers: [] examples: 32" in (tmp_path / "runs/train/replica-1.log").read_text()
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning: 'thinwire[lightning]'")
+def test_loops_of_accelerate_and_lightning_end_equal_and_resume_to_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    found = run("--replicas", "2", "--method-option", "sync_interval=5", "--explain", "loops.py", at=tmp_path)
+    assert found.returncode == 0, found.stderr
+    for text in (found.stdout, (tmp_path / "runs/loops/replica-1.log").read_text()):
+        for name in ("accelerate", "lightning"):
+            whole, resumed = re.findall(rf"^{name} (\w{{64}}) (\w{{64}})$", text, re.MULTILINE)[0]
+            assert whole == resumed
+            assert whole in found.stdout, "the other replica ends with the same"
+        assert "evaluated 6" in text, "what does not shuffle is not shared"
+        rate = float(re.findall(r"rate ([\d.e-]+)", text)[0])
+        assert rate == pytest.approx(1e-2), "the schedule ends with the replica's 24 steps"
+    assert "data: 32 of 65 examples of a loader" in found.stderr
+    assert "changed accelerate.accelerator.Accelerator.prepare" in found.stderr
+    assert len(list((tmp_path / "states").glob("epoch_*/replica-*"))) == 6
+    final = load_file(tmp_path / "runs/loops/model.safetensors")
+    joined = hashlib.sha256(b"".join(final[name].numpy().tobytes() for name in ("weight", "bias"))).hexdigest()
+    assert f"accelerate {joined}" in found.stdout
 
 
 def test_a_loop_of_its_own_is_refused_at_its_first_step(tmp_path: Path) -> None:

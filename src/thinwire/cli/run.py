@@ -159,15 +159,15 @@ def _run_replica(options: ScriptOptions, target: Target, *, out: Path) -> int:
     transport = connect(solo=True, secret=options.secret)
     number = transport.replica
     one = ScriptReplica(
-        method=lambda: recipe(**chosen), transport=transport, data_split=options.data_split,
+        method=lambda: recipe(**chosen), transport=transport, data_split=options.data_split, out=out,
         report=(lambda text: log(text, command="run")) if number == 0 else (lambda text: None),
     )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
     one.install()
     try:
         code = _exit_code(target.run)
         if code == 0:
             result = one.finish()
-            out.mkdir(parents=True, exist_ok=True)
             (out / f"replica-{number}.json").write_text(json.dumps(asdict(result)))
     except BaseException:
         one.abandon()

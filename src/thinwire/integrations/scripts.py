@@ -13,13 +13,17 @@ import hashlib
 import inspect
 import random
 import re
-from collections.abc import Callable, Iterator, Sized
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_model
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
@@ -58,9 +62,9 @@ class Loop:
     """A training loop that a library drives, and the optimizer that thinwire has put into it."""
 
     name: str
-    optimizer: Callable[[], DistributedOptimizer | None]
+    optimizers: Callable[[], Sequence[DistributedOptimizer]]
     closes_itself: bool = True
-    model: Any = None
+    model: torch.nn.Module | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +88,7 @@ class ScriptReplica:
         transport: Joins the replicas; None for an elastic run at the address of the variable THINWIRE_JOIN.
         data_split: `auto` shares the training data: that of trainers, and loaders that shuffle; `all` shares every
             loader, `none` nothing.
+        out: Folder of the models of loops that save before the final exchange.
         report: Takes the lines that describe what was done, once.
 
     Attributes:
@@ -93,6 +98,7 @@ class ScriptReplica:
     method: Callable[[], Method]
     transport: Transport | None
     data_split: DataSplit
+    out: Path
     report: Callable[[str], None]
     patches: list[str] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
@@ -127,6 +133,10 @@ class ScriptReplica:
             {
                 "transformers.trainer": self._patch_trainer,
                 "transformers.training_args": self._patch_arguments,
+                "transformers.modeling_utils": self._patch_saving,
+                "accelerate.accelerator": self._patch_accelerator,
+                "accelerate.commands.launch": self._patch_launcher,
+                "lightning.pytorch.trainer.trainer": self._patch_lightning,
             }
         ).install()
 
@@ -138,29 +148,47 @@ class ScriptReplica:
         """
         if not self.loops:
             raise self._unknown_loop("the script ended, and no training loop was seen that thinwire knows")
-        for loop in self.loops:
-            optimizer = loop.optimizer()
-            if optimizer is not None and not loop.closes_itself:
-                optimizer.close(final_exchange=True)
+        self.close_loops()
+        for number, model in enumerate(loop.model for loop in self.loops if loop.model is not None):
+            if not self.replica:  # what the script has saved may lack the last exchange
+                path = self.out / f"model{number or ''}.safetensors"
+                save_model(model, str(path))
+                self.report(f"model: {path} holds the parameters after the final exchange")
         return self._result()
 
     def abandon(self) -> None:
         """End the loops of a script that has failed, without any exchange."""
         for loop in self.loops:
-            if (optimizer := loop.optimizer()) is not None:
+            for optimizer in loop.optimizers():
                 optimizer.abandon()
+
+    def close_loops(self) -> None:
+        """Exchange the last steps of loops that do not do so themselves, and keep the global values in their models."""
+        for optimizer in [one for loop in self.loops if not loop.closes_itself for one in loop.optimizers()]:
+            optimizer.close(final_exchange=True)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            with optimizer.global_parameters():
+                kept = [p.detach().clone() for p in trained]
+            with torch.no_grad():
+                for parameter, value in zip(trained, kept, strict=True):
+                    parameter.copy_(value)
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Put the global parameters into the models of loops that do not do so themselves."""
+        with ExitStack() as stack:
+            for loop in self.loops:
+                for optimizer in () if loop.closes_itself else loop.optimizers():
+                    stack.enter_context(optimizer.global_parameters(may_lag=True))
+            yield
 
     def _result(self) -> ScriptResult:
         found, steps = hashlib.sha256(), 0
-        for loop in self.loops:
-            optimizer = loop.optimizer()
-            if optimizer is None:
-                continue
+        for optimizer in [one for loop in self.loops for one in loop.optimizers()]:
             steps += optimizer.steps_done
             with optimizer.global_parameters(may_lag=True):
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         log = getattr(self.transport, "log", None)
         return ScriptResult(
             replica=self.replica, loops=[loop.name for loop in self.loops], steps=steps, sha256=found.hexdigest(),
@@ -270,9 +298,15 @@ class ScriptReplica:
             return given
         own, path = f"replica-{self.replica}", Path(given)
         if any(_REPLICA.fullmatch(part) for part in path.parts):
-            return str(Path(*(own if _REPLICA.fullmatch(part) else part for part in path.parts)))
-        beside = path.parent / own / path.name
-        return str(beside) if beside.exists() else given
+            path = Path(*(own if _REPLICA.fullmatch(part) else part for part in path.parts))
+        else:  # trainers save in FOLDER/replica-N/checkpoint-8, loops of Accelerate in FOLDER/step_8/replica-N
+            path = next((p for p in (path.parent / own / path.name, path / own) if p.exists()), path)
+        self._resumed = f"from {path}"
+        return str(path)
+
+    def is_for_lead(self, path: Any) -> bool:
+        """Return whether a file is left to replica 0: it is for all, and every replica would write the same."""
+        return bool(self.replica) and f"replica-{self.replica}" not in Path(path).parts
 
     # libraries
 
@@ -317,14 +351,15 @@ class ScriptReplica:
                 if given.get("train_dataset") is not None:
                     given["train_dataset"] = replica.share(given["train_dataset"], name="train_dataset")
                 super().__init__(**given, method=replica.method(), transport=replica.transport)
-                replica.loops.append(Loop(name=type(self).__name__, optimizer=lambda: self.diloco))
+                replica.loops.append(
+                    Loop(name=type(self).__name__, optimizers=lambda: [one for one in [self.diloco] if one is not None])
+                )
 
             def train(self, *args: Any, **kwargs: Any) -> Any:
                 given = inspect.signature(original.train).bind(self, *args, **kwargs).arguments
                 del given["self"]
                 if checkpoint := given.get("resume_from_checkpoint"):
-                    given["resume_from_checkpoint"] = checkpoint = replica.own_checkpoint(checkpoint)
-                    replica._resumed = f"from {checkpoint}"
+                    given["resume_from_checkpoint"] = replica.own_checkpoint(checkpoint)
                 return super().train(**given)
 
         functools.update_wrapper(ReplicaTrainer.__init__, original.__init__)
@@ -332,3 +367,137 @@ class ScriptReplica:
             setattr(ReplicaTrainer, name, getattr(original, name))
         module.Trainer = ReplicaTrainer  # type: ignore[attr-defined]
         self.patches.append("transformers.trainer.Trainer")
+
+    def _patch_accelerator(self, module: ModuleType) -> None:
+        around = _AcceleratorCalls(self)
+        for name in ("prepare", "save_state", "load_state", "get_state_dict", "save", "init_trackers", "end_training"):
+            self._patch(module.Accelerator, name, getattr(around, name))
+
+    def _patch_saving(self, module: ModuleType) -> None:
+        def save(original: Callable[..., Any], model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_for_lead(save_directory):
+                return None
+            with self.global_parameters():
+                return original(model, save_directory, *args, **kwargs)
+
+        self._patch(module.PreTrainedModel, "save_pretrained", save)
+
+    def _patch_launcher(self, module: ModuleType) -> None:
+        def launch(original: Callable[..., None], args: Any) -> None:
+            """Run the script in this process, which is the replica already."""
+            sys.argv = [args.training_script, *args.training_script_args]
+            if args.module:
+                runpy.run_module(args.training_script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(args.training_script, run_name="__main__")
+
+        self._patch(module, "launch_command", launch)
+
+    def _patch_lightning(self, module: ModuleType) -> None:
+        def init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+            from thinwire.integrations.lightning import DiLoCoStrategy  # imports this module's package
+
+            given = kwargs.get("strategy", "auto")
+            if given not in _LIGHTNING_STRATEGIES:
+                raise refusal("thinwire takes the place of the Trainer's strategy", got=f"strategy={given!r}",
+                              allowed=", ".join(_LIGHTNING_STRATEGIES), remedy=PAGE)  # fmt: skip
+            if self.transport is None:
+                raise refusal("an elastic run takes trainers of transformers", got="a lightning.Trainer",
+                              allowed="--replicas, or a launcher", remedy="--replicas 2")  # fmt: skip
+            strategy = DiLoCoStrategy(method=self.method(), transport=self.transport)
+            kwargs["default_root_dir"] = self.folder_of(kwargs.get("default_root_dir") or ".")
+            if self.replica and not isinstance(kwargs.get("logger"), bool | None):
+                kwargs["logger"] = False
+            original(trainer, *args, **{**kwargs, "strategy": strategy, "devices": 1, "num_nodes": 1})
+            self.loops.append(Loop(name="lightning.Trainer", optimizers=lambda: _wrapped_by(strategy)))
+
+        def fit(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            if checkpoint := given.get("ckpt_path"):
+                given["ckpt_path"] = self.own_checkpoint(checkpoint)
+            original(given.pop("self"), **given)
+
+        self._patch(module.Trainer, "__init__", init)
+        self._patch(module.Trainer, "fit", fit)
+
+
+def _wrapped_by(strategy: Any) -> list[DistributedOptimizer]:
+    return [one for one in [strategy.diloco] if one is not None]
+
+
+class _AcceleratorCalls:
+    """Calls of a loop to its `Accelerator`, each with the original method first."""
+
+    def __init__(self, replica: ScriptReplica) -> None:
+        self._replica = replica
+        self._models: list[torch.nn.Module] = []
+        self._is_saving_state = False
+
+    def prepare(self, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        self._models += [one for one in args if isinstance(one, torch.nn.Module)]
+        return original(accelerator, *(self._joined(accelerator, one) for one in args), **kwargs)
+
+    def save_state(
+        self, original: Callable[..., Any], accelerator: Any, output_dir: Any = None, **kwargs: Any
+    ) -> Any:  # fmt: skip
+        if output_dir is not None:
+            output_dir = self._replica.folder_of(output_dir)
+        self._move_project(accelerator)
+        self._is_saving_state = True  # a checkpoint holds this replica's own parameters; the optimizer the global ones
+        try:
+            return original(accelerator, output_dir, **kwargs)
+        finally:
+            self._is_saving_state = False
+
+    def load_state(self, original: Callable[..., Any], accelerator: Any, input_dir: Any = None, **kwargs: Any) -> Any:
+        if input_dir is not None:
+            input_dir = self._replica.own_checkpoint(input_dir)
+        self._move_project(accelerator)
+        return original(accelerator, input_dir, **kwargs)
+
+    def _move_project(self, accelerator: Any) -> None:
+        """Give checkpoints that the accelerator names itself a folder of this replica."""
+        if accelerator.project_dir is not None and accelerator.project_configuration.automatic_checkpoint_naming:
+            accelerator.project_configuration.set_directories(self._replica.folder_of(accelerator.project_dir))
+
+    def get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_saving_state:
+            return original(*args, **kwargs)
+        with self._replica.global_parameters():
+            found = original(*args, **kwargs)
+            return {name: value.clone() if torch.is_tensor(value) else value for name, value in found.items()}
+
+    def save(self, original: Callable[..., Any], accelerator: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if self._replica.is_for_lead(f) else original(accelerator, obj, f, *args, **kwargs)
+
+    def init_trackers(self, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._replica.replica:
+            accelerator.log_with = []
+        return original(accelerator, *args, **kwargs)
+
+    def end_training(self, original: Callable[..., Any], accelerator: Any) -> Any:
+        self._replica.close_loops()
+        return original(accelerator)
+
+    def _joined(self, accelerator: Any, one: Any) -> Any:
+        """Wrap an optimizer that a loop gives to `prepare`, once its model is on the device.
+
+        Raises:
+            ValueError: No model that was prepared has its parameters.
+        """
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        if not isinstance(one, torch.optim.Optimizer) or isinstance(one, DistributedOptimizer | AcceleratedOptimizer):
+            return one
+        own = {id(p) for group in one.param_groups for p in group["params"]}
+        model = next((m for m in reversed(self._models) if own <= {id(p) for p in m.parameters()}), None)
+        if model is None:
+            raise refusal("the optimizer's model was not given to accelerator.prepare", got=type(one).__name__,
+                          allowed="prepare(model, optimizer), or the model before", remedy=PAGE)  # fmt: skip
+        if accelerator.device_placement:
+            model.to(accelerator.device)
+        joined = DistributedOptimizer(model, one, method=self._replica.method(), transport=self._replica.transport)
+        self._replica.loops.append(
+            Loop(name="Accelerator", optimizers=lambda: [joined], closes_itself=False, model=model)
+        )
+        return joined
