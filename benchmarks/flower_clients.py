@@ -1,7 +1,8 @@
-"""Accuracy and bytes of coded updates under Flower: codecs, sign masks and orthogonal tasks on digits, by ten clients.
+"""Accuracy and bytes of coded updates under Flower, of ten clients: codecs, sign masks, orthogonal tasks, adapters.
 
     .venv/flower/bin/python benchmarks/flower_clients.py codecs        # the table of codecs, IID and Dirichlet(0.3)
     .venv/flower/bin/python benchmarks/flower_clients.py tasks         # forgetting over four permuted tasks
+    .venv/flower/bin/python benchmarks/flower_clients.py adapters      # CELLM: masked adapters of a small Llama
 
 Results are appended to results/flower_clients.jsonl; `report` prints the tables of what is stored. Clients run in this
 process, by the grid of the tests; bytes are those that Flower serialises, a client and round. Time is that of both
@@ -11,6 +12,8 @@ directions at 1 Mbit/s.
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import logging
 import statistics
@@ -28,7 +31,7 @@ sys.path[:0] = [str(ROOT)]
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
-from flwr.serverapp.strategy import FedAvg  # noqa: E402
+from flwr.serverapp.strategy import FedAdam, FedAvg  # noqa: E402
 
 from tests.flower.in_process_grid import InProcessGrid  # noqa: E402
 from thinwire.cli.flower_digits import HELD_OUT  # noqa: E402
@@ -37,6 +40,7 @@ from thinwire.integrations import flower as thin  # noqa: E402
 RESULTS = Path(__file__).parent / "results" / "flower_clients.jsonl"
 CLIENTS, ROUNDS, SEEDS, WIDTH, WIDE = 10, 20, 3, 128, 1024
 TASKS, TASK_ROUNDS = 4, 20
+PRETRAIN, ADAPTER_ROUNDS, CLIENT_LR, SERVER_LR = 600, 40, 0.05, 5e-3
 
 
 def zipped(**more: Any) -> thin.Uplink:
@@ -198,6 +202,105 @@ def tasks_run(is_orthogonal: bool, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def masked(up: float, down: float, **tiers: float) -> tuple[thin.Uplink, thin.Downlink]:
+    """Return CELLM's codes of two densities."""
+    return (
+        thin.Uplink("top-k", density=up, error_feedback=False, tiers=tiers),
+        thin.Downlink("top-k", density=down, sends="values", tiers=tiers),
+    )
+
+
+ADAPTERS: dict[str, tuple[thin.Uplink, thin.Downlink | None]] = {
+    "dense": (thin.Uplink("float32"), None),
+    "CELLM 1/4": masked(1 / 4, 1 / 4),
+    "CELLM 1/8": masked(1 / 8, 1 / 8),
+    "CELLM tiers 1/16, 1/4, 1": masked(1 / 4, 1 / 4, phone=1 / 16, pc=1.0),
+    "CELLM 1/16 up, 1/4 down": masked(1 / 16, 1 / 4),
+    "top-k 1/16 with feedback, E3M0 down": (thin.Uplink("top-k", density=1 / 16), E3M0),
+}
+
+
+def text_batches(text: torch.Tensor, count: int, seed: int, size: int = 8) -> torch.Tensor:
+    """Return random windows of a text, (count, size, 65)."""
+    starts = torch.randint(len(text) - 65, (count, size), generator=torch.Generator().manual_seed(seed))
+    return text[starts[..., None] + torch.arange(65)]
+
+
+def llama_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of the next bytes."""
+    logits = model(input_ids=batch[:, :-1]).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@functools.cache
+def pretrained(seed: int) -> tuple[nn.Module, torch.Tensor]:
+    """Return a Llama of 0.14 million parameters that read Python's library, and that text in swapped case."""
+    import transformers
+
+    files = sorted(Path(argparse.__file__).parent.glob("*.py"))
+    raw = b"".join(one.read_bytes() for one in files)[:1_500_000]
+    text = torch.tensor(list(raw))
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    base = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
+    for batch in text_batches(text[:1_000_000], PRETRAIN, seed, size=16):
+        optimizer.zero_grad()
+        llama_loss(base, batch).backward()
+        optimizer.step()
+    return base, torch.tensor(list(raw.swapcase()))
+
+
+def adapters_run(name: str, seed: int) -> dict[str, Any]:
+    """Return the held-out loss of adapters for text in swapped case, by round, and the bytes of both directions."""
+    import peft
+
+    base, other = pretrained(seed)
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    held_out = text_batches(other[1_200_000:], 8, seed, size=32)
+    up, down = ADAPTERS[name]
+    app = ClientApp(mods=[thin.client_mod(up)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        thin.load_subset(model, message.content["arrays"].to_torch_state_dict())
+        client, round = int(context.node_config["partition-id"]), int(message.content["config"]["server-round"])
+        own = other[client * 100_000 : (client + 1) * 100_000]
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=CLIENT_LR, momentum=0.9)
+        for batch in text_batches(own, 4, seed * 10_000 + round * 10 + client):
+            optimizer.zero_grad()
+            llama_loss(model, batch).backward()
+            optimizer.step()
+        metrics = MetricRecord({"num-examples": 32})
+        content = RecordDict({"arrays": ArrayRecord(thin.subset_state(model, "lora")), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        if server_round % 5:
+            return MetricRecord({"loss": 0.0})
+        thin.load_subset(model, arrays.to_torch_state_dict())
+        with torch.no_grad():
+            return MetricRecord({"loss": statistics.mean(float(llama_loss(model, batch)) for batch in held_out)})
+
+    tiers = ["phone", "", "pc"] if up.tiers else [""]
+    grid = InProcessGrid(app, CLIENTS, lambda node: {"tier": tiers[node % len(tiers)]})
+    strategy = thin.wrap(FedAdam(fraction_evaluate=0.0, eta=SERVER_LR, beta_2=0.999, tau=1e-8), up, down=down)
+    start = ArrayRecord(thin.subset_state(model, "lora"))
+    result = strategy.start(grid, start, num_rounds=ADAPTER_ROUNDS, evaluate_fn=evaluate)
+    later = strategy.rounds[1:]
+    return {
+        "kind": "adapters", "name": name, "split": None, "seed": seed,
+        "loss": [result.evaluate_metrics_serverapp[round]["loss"] for round in range(0, ADAPTER_ROUNDS + 1, 5)],
+        "kb_up": statistics.mean(row.up_bytes / row.clients / 1000 for row in later),
+        "kb_down": statistics.mean(row.down_bytes / row.asked / 1000 for row in later),
+    }  # fmt: skip
+
+
 def stored(kind: str) -> list[dict[str, Any]]:
     """Return the stored results of a kind."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
@@ -226,26 +329,44 @@ def report() -> None:
             lost = " ".join(f"{one['forgetting']:.3f}" for one in runs)
             final = statistics.mean(one["final"] for one in runs)
             print(f"| {name} | {lost} | {final:.3f} | {runs[0]['up_bytes'] / 1e6:.2f} MB |")
+    print("\n| adapters | loss, seeds 0, 1, 2 | over dense | kB up | kB down | factor |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    dense = [one for one in stored("adapters") if one["name"] == "dense"]
+    for name in ADAPTERS:
+        if runs := [one for one in stored("adapters") if one["name"] == name]:
+            losses = [one["loss"][-1] for one in runs]
+            more = statistics.mean(losses) / statistics.mean(one["loss"][-1] for one in dense[: len(runs)]) - 1
+            up, down = (statistics.mean(one[key] for one in runs) for key in ("kb_up", "kb_down"))
+            factor = 2 * dense[0]["kb_up"] / (up + down)  # float32 both ways: plain FedAdam sends float64
+            print(f"| {name} | {' '.join(f'{one:.3f}' for one in losses)} | {100 * more:+.1f} % | {up:.2f} | "
+                  f"{down:.2f} | {factor:.1f} |")  # fmt: skip
 
 
 def main() -> None:
     """Run what is asked for and not stored yet."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("codecs", "tasks", "report"))
+    parser.add_argument("what", choices=("codecs", "tasks", "adapters", "report"))
     what = parser.parse_args().what
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    done = {(one["name"], one.get("split"), one["seed"]) for kind in ("codec", "tasks") for one in stored(kind)}
+    done = {
+        (one["name"], one.get("split"), one["seed"]) for kind in ("codec", "tasks", "adapters") for one in stored(kind)
+    }
     for seed in range(SEEDS):
         jobs: list[tuple[str, str | None, Any]] = []
         if what == "codecs":
             jobs = [(name, split, codec_run) for split in ("IID", "Dirichlet 0.3") for name in ROWS]
         if what == "tasks":
-            jobs = [("FedAvg", None, tasks_run), ("orthogonal", None, tasks_run)]
+            jobs = [
+                ("FedAvg", None, lambda _, seed: tasks_run(False, seed)),
+                ("orthogonal", None, lambda _, seed: tasks_run(True, seed)),
+            ]
+        if what == "adapters":
+            jobs = [(name, None, adapters_run) for name in ADAPTERS]
         for name, split, job in jobs:
             if (name, split, seed) in done:
                 continue
-            found = job(name, split, seed) if what == "codecs" else job(name == "orthogonal", seed)
+            found = job(name, split, seed) if what == "codecs" else job(name, seed)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(found) + "\n")
     report()

@@ -9,6 +9,7 @@ Nothing is downloaded: the images are a part of scikit-learn. A client gets a te
 from __future__ import annotations
 
 import logging
+import os
 
 import numpy as np
 import torch
@@ -107,6 +108,7 @@ def run() -> None:
     from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else a busy machine starts its processes last
     ray = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "log_to_driver": False}
     resources = {"init_args": ray, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app, client_app, num_supernodes=CLIENTS, backend_config=resources)

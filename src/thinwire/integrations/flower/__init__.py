@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from thinwire.integrations.flower.subset import load_subset, subset_state
     from thinwire.integrations.flower.updates import Downlink, Uplink
 
-_HOMES = {
-    "CompressedStrategy": "strategy", "Downlink": "updates", "MajoritySigns": "sign_masks",
-    "OrthogonalTasks": "orthogonal", "Uplink": "updates", "client_mod": "mod", "load_subset": "subset",
-    "mask_state": "sign_masks", "sign_mask": "sign_masks", "sketch_reply": "mod", "subset_state": "subset",
-    "wrap": "strategy",
-}  # fmt: skip
+_HOMES = ("updates", "subset", "orthogonal", "sign_masks", "mod", "strategy")  # the first ones need no Flower
 __all__ = [
     "CompressedStrategy", "Downlink", "MajoritySigns", "OrthogonalTasks", "Uplink", "client_mod", "load_subset",
     "mask_state", "sign_mask", "sketch_reply", "subset_state", "wrap",
@@ -36,6 +31,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    homes = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(vars(home)[name] for home in homes if name in vars(home))

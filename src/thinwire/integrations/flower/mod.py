@@ -55,11 +55,7 @@ def arrays_of(record: Any, **limits: int) -> Arrays:
 
 
 def only_arrays(content: Any, *, beside: str = "") -> tuple[str, Any]:
-    """Return the key and the one ArrayRecord of a message, but for one with the key `beside`.
-
-    Raises:
-        PayloadError: There is none, or there are several.
-    """
+    """Return the key and the one ArrayRecord of a message, but for one with the key `beside`, or raise PayloadError."""
     found = [(key, record) for key, record in content.array_records.items() if key != beside]
     if len(found) != 1:
         raise PayloadError(f"a message with {len(found)} ArrayRecords, expected one")
@@ -70,9 +66,6 @@ def client_mod(uplink: Uplink) -> Callable[[Any, Any, Callable[[Any, Any], Any]]
     """Return a mod for `ClientApp(mods=[...])`; the strategy must be wrapped by `wrap` with the same uplink.
 
     It comes first among the mods: clipping and noise must see plain arrays, before they are coded.
-
-    Args:
-        uplink: What this client sends.
     """
 
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
@@ -200,11 +193,7 @@ class _Visit:
 def sketch_reply(message: Any, context: Any, model: nn.Module, batches: Iterable[torch.Tensor]) -> Any:
     """Return the answer to `CompressedStrategy.end_task`, from `@app.query("sketch")`.
 
-    Args:
-        message: The query; its arrays are loaded into the model.
-        context: Of the app.
-        model: The client's model.
-        batches: Inputs of the task that ends.
+    The message's arrays are loaded into the client's model; the batches are inputs of the task that ends.
     """
     state = {name: torch.from_numpy(array.copy()) for name, array in arrays_of(message.content["arrays"]).items()}
     model.load_state_dict(state, strict=False)

@@ -30,19 +30,14 @@ _WEIGHT, _RATIO = ".sketch", ".ratio"
 class OrthogonalTasks:
     """Rule of `wrap` that projects the server's steps, and learns a basis from sketches at the end of each task.
 
-    Attributes:
-        eps: Share of the energy of a task's inputs that the basis must hold, in (0, 1).
-        eps_step: Added to it after each task.
-        columns: Of a sketch; None for as many as a layer has features.
-        bases: For each layer's weight, by name, an orthonormal basis (features, rank), float64.
-
     Raises:
         ValueError: `eps` is out of its range.
     """
 
-    eps: float = 0.96
-    eps_step: float = 0.0
-    columns: int | None = None
+    eps: float = 0.96  # share of the energy of a task's inputs that the basis must hold, in (0, 1)
+    eps_step: float = 0.0  # added to it after each task
+    columns: int | None = None  # of a sketch; None for as many as a layer has features
+    # for each layer's weight, by name, an orthonormal basis (features, rank)
     bases: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,16 +62,7 @@ class OrthogonalTasks:
     def check(
         self, found: Mapping[str, npt.NDArray[Any]], shapes: Mapping[str, tuple[int, ...]], count: float = 1
     ) -> None:
-        """Refuse a client's sketch of other layers, shapes or numbers.
-
-        Args:
-            found: What it sent.
-            shapes: Of the model's matrices, by name.
-            count: Of its samples.
-
-        Raises:
-            PayloadError: It is no sketch of these matrices.
-        """
+        """Raise PayloadError for a client's sketch, of `count` samples, that is none of matrices of these shapes."""
         wanted: dict[str, tuple[int, ...]] = {}
         for name in (key.removesuffix(_WEIGHT) for key in found if key.endswith(_WEIGHT)):
             if name not in shapes:
@@ -94,15 +80,7 @@ class OrthogonalTasks:
             raise PayloadError(f"a sketch of {count} samples")
 
     def extend(self, sketches: Sequence[tuple[Mapping[str, npt.NDArray[Any]], float]]) -> dict[str, int]:
-        """Extend the bases by the clients' sketches.
-
-        Args:
-            sketches: Of each client, what `sketches_of` returned, and its number of samples.
-
-        Returns:
-            The rank of each basis.
-
-        """
+        """Extend the bases by what `sketches_of` returned for each client, and return the rank of each basis."""
         if not sketches:
             return {name: basis.shape[1] for name, basis in self.bases.items()}
         first = sketches[0][0]
@@ -133,18 +111,11 @@ def sketches_of(
     model: nn.Module, batches: Iterable[Tensor], *, bases: Mapping[str, npt.NDArray[Any]], seed: int,
     columns: int | None = None,
 ) -> tuple[Arrays, int]:  # fmt: skip
-    """Return sketches of the inputs of a model's linear layers, and the number of samples.
+    """Return sketches of the inputs of a model's linear layers, and the number of samples; convolutions count as none.
 
-    Args:
-        model: With linear layers; convolutions count as none.
-        batches: Inputs of the model.
-        bases: Of earlier tasks, by the name of a layer's weight.
-        seed: Of the random columns; the client's own, so that sums of sketches cover all clients.
-        columns: Of a sketch; None for as many as a layer has features.
-
-    Returns:
-        For each layer's weight its sketch (features, columns), float16, and its ratio (2,): the norm of the inputs that
-        the basis does not cover over that of all, and the scale of the sketch.
+    `bases` of earlier tasks are by the name of a layer's weight. The seed of the random columns is the client's own, so
+    that sums of sketches cover all clients. For each layer's weight there is its sketch (features, columns), float16,
+    and its ratio (2,): the norm of the inputs that the basis does not cover over that of all, and the sketch's scale.
     """
     layers = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ It sends 32 times fewer bytes than kept float32 weights, and costs accuracy: see
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,15 +130,11 @@ class _SignedWeights(nn.Module):
         return torch.full_like(frozen, self._scale)
 
 
+@dataclass(frozen=True)
 class MajoritySigns:
-    """The weighted majority of the clients' signs, as scores of one magnitude; a tie keeps the sign before.
+    """The weighted majority of the clients' signs, as scores of one magnitude; a tie keeps the sign before."""
 
-    Args:
-        scale: Magnitude, that of `sign_mask`.
-    """
-
-    def __init__(self, scale: float = 0.01) -> None:
-        self._scale = scale
+    scale: float = 0.01  # magnitude, that of `sign_mask`
 
     def project(self, before: Arrays, after: Arrays) -> Arrays:
         """Return the signs of the mean."""
@@ -146,7 +143,7 @@ class MajoritySigns:
                 # the strategy's mean of signs is float32: its rounding decides nothing
                 abs(mean) < 1e-6,
                 before[name],
-                np.where(mean < 0, -self._scale, self._scale),
+                np.where(mean < 0, -self.scale, self.scale),
             ).astype(np.float32)
             for name, mean in after.items()
         }

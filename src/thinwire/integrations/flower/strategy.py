@@ -57,35 +57,20 @@ class UpdateRule(Protocol):
 
 @dataclass(kw_only=True)
 class RoundBytes:
-    """Bytes that a round sent, of messages as Flower serialises them, and whom it refused.
-
-    Attributes:
-        round: Number of the round.
-        clients: Clients whose update counted.
-        asked: Clients that were asked to train.
-        up_bytes: Of all replies to training that counted.
-        down_bytes: Of all messages to clients, evaluation included.
-        dense_up_bytes: What the same replies would have been without a code.
-        dense_down_bytes: What the same messages would have been.
-        wait_s: Seconds from the messages to the replies.
-        rejected: First reason for which a node was refused, of the first nodes.
-        num_rejected: Number of refused replies.
-        num_stale: Clients that did not hold the version that differences were for; they get a whole model next.
-        num_dropped: Residuals that clients dropped.
-    """
+    """Bytes that a round sent, of messages as Flower serialises them, and whom it refused."""
 
     round: int
-    clients: int = 0
+    clients: int = 0  # whose update counted
     asked: int = 0
-    up_bytes: int = 0
-    down_bytes: int = 0
-    dense_up_bytes: int = 0
+    up_bytes: int = 0  # of all replies that counted
+    down_bytes: int = 0  # of all messages to clients, evaluation included
+    dense_up_bytes: int = 0  # of the same replies without a code
     dense_down_bytes: int = 0
-    wait_s: float = 0.0
-    rejected: dict[int, str] = field(default_factory=dict)
-    num_rejected: int = 0
-    num_stale: int = 0
-    num_dropped: int = 0
+    wait_s: float = 0.0  # from the messages to the replies
+    rejected: dict[int, str] = field(default_factory=dict)  # first reason for each of the first nodes
+    num_rejected: int = 0  # refused replies
+    num_stale: int = 0  # clients that lacked the version that differences were for; they get a whole model next
+    num_dropped: int = 0  # old residuals that clients dropped
 
     @property
     def ratio(self) -> float:
@@ -96,21 +81,13 @@ class RoundBytes:
 
 @dataclass(kw_only=True)
 class _Node:
-    """A client, as its replies show it.
+    """A client, as its replies show it."""
 
-    Attributes:
-        has_mod: None before its first reply to training.
-        tier: Number of its tier; None as long as it is unknown.
-        sent_tier: Tier of the model that it was sent last.
-        held: Version that it holds; None if it is unknown.
-        counted: The last round whose update of it counted.
-    """
-
-    has_mod: bool | None = None
-    tier: int | None = None
-    sent_tier: int = 0
-    held: int | None = None
-    counted: int = 0
+    has_mod: bool | None = None  # None before its first reply to training
+    tier: int | None = None  # number of its tier; None as long as it is unknown
+    sent_tier: int = 0  # tier of the model that it was sent last
+    held: int | None = None  # version that it holds; None if that is unknown
+    counted: int = 0  # the last round whose update of it counted
 
 
 class CompressedStrategy(Strategy):  # type: ignore[misc]
@@ -207,10 +184,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
     def end_task(self, grid: Any, arrays: Any, *, timeout: float = 3600) -> dict[str, int]:
         """Ask every node for sketches of its task, by `query.sketch`, and extend the bases of `OrthogonalTasks`.
 
-        Args:
-            grid: Of the server app.
-            arrays: Model at the end of the task.
-            timeout: Seconds to wait for the answers.
+        The arrays are the model at the end of the task; answers are waited for `timeout` seconds.
 
         Returns:
             The rank of each basis.
@@ -336,7 +310,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         return messages
 
     def _read(self, reply: Any, server_round: int) -> tuple[Any, tuple[int, int]]:
-        """Return a reply's content with plain arrays, its bytes, and those without a code."""
+        """Return a reply's content with plain arrays, its bytes, and those that it would have without a code."""
         number, content, code, broadcast = reply.metadata.src_node_id, reply.content, self._code, self._broadcast
         assert code is not None, "replies come after messages"
         key, record = only_arrays(content)

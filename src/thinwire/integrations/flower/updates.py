@@ -53,21 +53,15 @@ MOST_ARRAY_BYTES = 1 << 36
 class LinkCode:
     """Code of one direction, the same on clients and server.
 
-    Attributes:
-        codec: Name of a codec, as `thinwire.codecs.by_name` has it.
-        density: Share of the elements that a sparse codec sends; None for the codec's default.
-        values: Format of a sparse codec's values, such as `"clusters"`; None for the codec's default.
-        sends: `"differences"` to the last version, `"values"` themselves, or their `"signs"`.
-        tiers: Densities by name: that of a node whose config has `tier="NAME"`; others have `density`.
-
     Raises:
         ValueError: The codec is unknown or does not take the option, or an option is out of its range.
     """
 
-    codec: str = "float32"
-    density: float | None = None
-    values: str | None = None
-    sends: Sends = "differences"
+    codec: str = "float32"  # name of a codec, as `thinwire.codecs.by_name` has it
+    density: float | None = None  # share of the elements that a sparse codec sends; None for the codec's default
+    values: str | None = None  # format of a sparse codec's values, such as `"clusters"`; None for the codec's default
+    sends: Sends = "differences"  # to the last version, `"values"` themselves, or their `"signs"`
+    # densities by name: that of a node whose config has `tier="NAME"`; others have `density`
     tiers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -77,13 +71,11 @@ class LinkCode:
         if len(self.tiers) > _MOST_TIERS:
             raise refusal("too many tiers", got=len(self.tiers), allowed=_MOST_TIERS, remedy="fewer densities")
         for density in (self.density, *self.tiers.values()):
-            self._codec(density)
+            self.make(density)
 
-    def make(self) -> Codec:
-        """Return the codec."""
-        return self._codec(self.density)
-
-    def _codec(self, density: float | None) -> Codec:
+    def make(self, density: float | None = None) -> Codec:
+        """Return the codec, of another density if one is given."""
+        density = self.density if density is None else density
         if self.sends not in get_args(Sends):
             raise refusal("sends is unknown", got=repr(self.sends), allowed=", ".join(get_args(Sends)),
                           remedy='sends="differences"')  # fmt: skip
@@ -99,9 +91,8 @@ class LinkCode:
 
     def text(self) -> str:
         """Return the code as text, by which the two ends compare what they were given."""
-        return json.dumps(
-            {name: one for name, one in asdict(self).items() if one not in (None, {}, "")}, sort_keys=True
-        )
+        given = {name: one for name, one in asdict(self).items() if one not in (None, {}, "")}
+        return json.dumps(given, sort_keys=True)
 
     def of_tier(self, tier: object = None) -> Self:
         """Return the code of a node's tier; the widest, which decodes all, where no tier is named."""
@@ -113,22 +104,13 @@ class LinkCode:
 
 @dataclass(frozen=True, slots=True)
 class Uplink(LinkCode):
-    """Code of what clients send: the difference between a client's arrays and the global ones that it got.
-
-    Attributes:
-        error_feedback: Whether a client keeps what a lossy codec dropped, and adds it to its next update; an update
-            that the server did not count is added too.
-        residual_rounds: A residual of a client that was away for more rounds is dropped: it is a stale gradient.
-        tag: Further text that both ends must have the same, such as the fingerprint of `sign_mask`.
-
-    Raises:
-        ValueError: An option is out of its range.
-    """
+    """Code of what clients send: the difference between a client's arrays and the global ones that it got."""
 
     codec: str = "e3m0"
+    # a client keeps what a lossy codec dropped, and an update that the server did not count, for its next update
     error_feedback: bool = True
-    residual_rounds: int = 20
-    tag: str = ""
+    residual_rounds: int = 20  # the residual of a client that was away for more is dropped: it is a stale gradient
+    tag: str = ""  # further text that both ends must have the same, such as the fingerprint of `sign_mask`
 
     def __post_init__(self) -> None:
         LinkCode.__post_init__(self)
@@ -145,16 +127,10 @@ class Downlink(LinkCode):
     missed versions gets all their differences, or the whole version where that is shorter. With `sends="values"` a
     version stands for itself: a top-k code then sends a masked model, and sign bits the signs of `sign_mask`. Each
     tier has versions of its own; a node has the smallest density until its first reply names its tier.
-
-    Attributes:
-        keep: Versions whose differences the server keeps; a client that is further behind gets the whole model.
-
-    Raises:
-        ValueError: An option is out of its range.
     """
 
     codec: str = "e3m0"
-    keep: int = 20
+    keep: int = 20  # versions whose differences the server keeps; clients further behind get the whole model
 
     def __post_init__(self) -> None:
         LinkCode.__post_init__(self)
@@ -166,39 +142,25 @@ class Downlink(LinkCode):
 
     @classmethod
     def from_text(cls, text: str) -> Downlink:
-        """Return the code that `text` wrote.
-
-        Raises:
-            PayloadError: It is no such text.
-        """
+        """Return the code that `text` wrote, or raise PayloadError."""
         try:
             return cls(**json.loads(text[:8000]))
         except (TypeError, ValueError) as error:
-            raise PayloadError(f"the server's downlink is unknown here: {error}; run the same thinwire on all hosts"
-                               ) from None  # fmt: skip
+            why = f"the server's downlink is unknown here: {error}; run the same thinwire on all hosts"
+            raise PayloadError(why) from None
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Names, shapes and kinds of a model's arrays, in order.
-
-    Attributes:
-        names: Of the arrays.
-        shapes: Of the arrays.
-        kinds: `float` for arrays that are coded, else the type, such as `int64`.
-    """
+    """Names, shapes and kinds of a model's arrays, in order."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # `float` for arrays that are coded, else the type, such as `int64`
 
     @classmethod
     def of(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> ArrayLayout:
-        """Return the layout of arrays.
-
-        Raises:
-            ValueError: An array holds objects or text.
-        """
+        """Return the layout of arrays; objects and text are refused."""
         for name, array in arrays.items():
             if array.dtype.kind not in "fiub":
                 raise refusal(f"array {name} holds no numbers", got=array.dtype, allowed="floats, integers, bool",
@@ -233,11 +195,7 @@ class ArrayLayout:
 
     @classmethod
     def from_text(cls, text: str, *, most_bytes: int = MOST_ARRAY_BYTES) -> ArrayLayout:
-        """Return the layout that `text` wrote.
-
-        Raises:
-            PayloadError: It is no such text, or its arrays are larger than `most_bytes`.
-        """
+        """Return the layout that `text` wrote, or raise PayloadError, also for arrays larger than `most_bytes`."""
         try:
             names, shapes, kinds = json.loads(text)
             shapes = tuple(tuple(map(int, shape)) for shape in shapes)
@@ -254,25 +212,14 @@ class ArrayLayout:
             raise PayloadError("the layout of the server's model holds wrong sizes or types, or too large ones")
         return found
 
-    def fingerprint(self, *, tag: str = "") -> bytes:
-        """Return a hash of 8 bytes of names, shapes, kinds and the tag."""
-        return hashlib.sha256(f"{self.text()}{tag}".encode()).digest()[:8]
-
     def check(self, other: ArrayLayout, *, what: str) -> None:
-        """Refuse arrays of another layout, by the name of the first array that differs.
-
-        Raises:
-            PayloadError: They differ.
-        """
-        mine, others = (
-            dict(zip(one.names, zip(one.shapes, one.kinds, strict=True), strict=True)) for one in (self, other)
-        )
+        """Raise PayloadError for arrays of another layout, by the name of the first one that differs."""
+        mine, its = ({name: form for name, *form in zip(one.names, one.shapes, one.kinds, strict=True)}
+                     for one in (self, other))  # fmt: skip
         for name in (*self.names, *other.names):
-            if mine.get(name) != others.get(name):
-                raise PayloadError(
-                    f"{what}: array {name[:100]!r} is {others.get(name)}, expected {mine.get(name)}; train the model "
-                    f"that the server sent"
-                )
+            if mine.get(name) != its.get(name):
+                raise PayloadError(f"{what}: array {name[:100]!r} is {its.get(name)}, expected {mine.get(name)}; train "
+                                   f"the model that the server sent")  # fmt: skip
         if self.names != other.names:
             raise PayloadError(f"{what}: the arrays are in another order; keep the order of the model's state_dict")
 
@@ -284,11 +231,7 @@ class ArrayLayout:
         return torch.from_numpy(whole)
 
     def arrays(self, vector: torch.Tensor, types: Sequence[Any], others: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return arrays: the coded ones from a vector, each of its type, and the others as they are.
-
-        Raises:
-            NonFiniteError: A type cannot hold a value of the vector, or the vector holds NaN or infinity.
-        """
+        """Return finite arrays: the coded ones from a vector, each of its type, and the others as they are."""
         parts, kinds = iter(torch.split(vector, [self.sizes[place] for place in self.coded])), iter(types)
         with np.errstate(over="ignore"):
             found = {
@@ -300,11 +243,7 @@ class ArrayLayout:
 
 
 def check_finite(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        NonFiniteError: An array holds one.
-    """
+    """Raise NonFiniteError where an array holds NaN or infinity."""
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise NonFiniteError(f"array {name[:100]!r} holds NaN or infinity")
@@ -341,8 +280,8 @@ class UpdateCode:
 
     @cached_property
     def note(self) -> bytes:
-        """The hash that both ends must have the same."""
-        return self.layout.fingerprint(tag=self.tag)
+        """Hash of names, shapes, kinds and the tag: both ends must have the same."""
+        return hashlib.sha256(f"{self.layout.text()}{self.tag}".encode()).digest()[:8]
 
     @cached_property
     def most_bytes(self) -> int:
@@ -360,19 +299,11 @@ class UpdateCode:
         self, arrays: Arrays, base: torch.Tensor, *, sender: int, version: int, base_version: int,
         residual: torch.Tensor | None = None, flags: int = 0,
     ) -> tuple[Bytes, torch.Tensor]:  # fmt: skip
-        """Encode arrays as the difference to a base.
+        """Encode arrays as the difference to `base`, the flat vector that the receiver holds.
 
-        Args:
-            arrays: Of the layout.
-            base: `ArrayLayout.flat` of what the receiver holds.
-            sender: Number of the sender.
-            version: What the receiver will match.
-            base_version: Of the base.
-            residual: float32, `(numel,)`: what was not sent before, which is updated; None for no error feedback.
-            flags: First byte of the body.
-
-        Returns:
-            The message, uint8, and what the receiver decodes of the coded part, float32 `(numel,)`.
+        The receiver will match `version`, and the version of the base. `residual`, float32, is what was not sent
+        before, and is updated; None for no error feedback. `flags` is the first byte of the body. Returns the message,
+        uint8, and what the receiver decodes of the coded part, float32 `(numel,)`.
         """
         layout = self.layout
         layout.check(ArrayLayout.of(arrays), what="the update")
@@ -403,12 +334,7 @@ class UpdateCode:
         return pack(body, sender=sender, envelope=envelope).numpy(), sent
 
     def read(self, message: Bytes, *, sender: int, version: int, base_version: int) -> Content:
-        """Return the content of a message.
-
-        Raises:
-            PayloadError: It is not a message of this code, layout, version and sender.
-            NonFiniteError: It holds NaN or infinity, as far as its codec has them.
-        """
+        """Return the content of a message; raise PayloadError for one of another code, layout, version or sender."""
         envelope, layout = self.envelope(version=version, base=base_version), self.layout
         received = unpack(torch.from_numpy(message.copy()), source=sender, envelope=envelope)
         body, count, who = received.payload.numpy(), len(layout.coded), f"{envelope.describe()} from {sender}"
@@ -435,19 +361,10 @@ class UpdateCode:
         self, message: Bytes, onto: torch.Tensor, *, sender: int, version: int, base_version: int,
         held: torch.Tensor | None = None,
     ) -> tuple[Arrays, int]:  # fmt: skip
-        """Return the arrays of a message, and its flags.
+        """Return the finite arrays of a message for `read`, and its flags.
 
-        Args:
-            message: For `read`.
-            onto: Vector that a difference is added to.
-            sender: Number of the sender.
-            version: Of the message.
-            base_version: What a difference refers to.
-            held: What the sender's own arrays began from, where that is not `onto`.
-
-        Raises:
-            PayloadError: By `read`.
-            NonFiniteError: The message or the arrays hold NaN or infinity.
+        A difference is added to the vector `onto`; `held` is what the sender's own arrays began from, where that is
+        another one.
         """
         found = self.read(message, sender=sender, version=version, base_version=base_version)
         return self.layout.arrays(self.joined(found.vector, onto, held), found.types, found.others), found.flags
@@ -468,27 +385,16 @@ def signs_of(vector: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class Broadcast:
-    """Versions of the global model, as clients hold them.
+    """Versions of the global model, as clients hold them, tier by tier; first those without a tier."""
 
-    Attributes:
-        down: Code of the differences; None sends whole models.
-        version: The current one, from 1; 0 before the first.
-        own: The server's own arrays at this version.
-        layout: Of these arrays.
-        exact: `ArrayLayout.flat` of them.
-        held: What clients of each tier hold at the current version; the first are those without a tier.
-        vectors: `ArrayLayout.flat` of it.
-        patches: For each tier, the message that leads to each of the last versions from the one before.
-    """
-
-    down: Downlink | None
-    version: int = 0
-    own: Arrays = field(default_factory=dict)
+    down: Downlink | None  # None sends whole models
+    version: int = 0  # the current one, from 1; 0 before the first
+    own: Arrays = field(default_factory=dict)  # the server's own arrays at this version
     layout: ArrayLayout | None = None
-    exact: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    held: list[Arrays] = field(default_factory=list)
-    vectors: list[torch.Tensor] = field(default_factory=list)
-    patches: list[dict[int, Bytes]] = field(default_factory=list)
+    exact: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # `ArrayLayout.flat` of `own`
+    held: list[Arrays] = field(default_factory=list)  # what clients hold at this version
+    vectors: list[torch.Tensor] = field(default_factory=list)  # `ArrayLayout.flat` of it
+    patches: list[dict[int, Bytes]] = field(default_factory=list)  # what leads to a version from the one before
 
     @cached_property
     def codes(self) -> list[Downlink]:
@@ -548,17 +454,10 @@ class Broadcast:
 
 
 def follow(code: UpdateCode, held: Arrays, messages: Bytes, *, version: int, target: int) -> Arrays:
-    """Return the version that messages lead to, from the one that is held.
-
-    Args:
-        code: Of the downlink, with the layout of `held`.
-        held: Arrays of `version`.
-        messages: Of `Broadcast.patch_from`.
-        version: What is held.
-        target: What the messages must lead to.
+    """Return the version that messages of `Broadcast.patch_from` lead to, from the one that is held.
 
     Raises:
-        PayloadError: The messages do not lead there.
+        PayloadError: The messages do not lead to `target`.
     """
     if code.sends_values and len(messages):
         return code.decode(messages, torch.empty(0), sender=0, version=target, base_version=0)[0]
@@ -576,12 +475,9 @@ def follow(code: UpdateCode, held: Arrays, messages: Bytes, *, version: int, tar
 
 
 def read_array(data: bytes, *, most_bytes: int = MOST_ARRAY_BYTES) -> npt.NDArray[Any]:
-    """Return the numbers of a .npy file, checked against the bytes that are there.
+    """Return the numbers of a .npy file, or raise PayloadError where it claims other bytes than are there.
 
     `numpy.load` would take memory for as many elements as the file claims.
-
-    Raises:
-        PayloadError: It is another file, or of another size.
     """
     stream = io.BytesIO(data)
     try:
