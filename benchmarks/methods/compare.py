@@ -124,7 +124,8 @@ def train_replica(loopback: LoopbackTransport, settings: dict[str, Any], task: C
     """Train one replica; return what the global parameters reach, and the bytes it sent."""
     transport = RecordingTransport(loopback)
     model, batches, loss_of, measure = task(settings, replica=transport.replica)
-    lr = LR[settings["task"]][settings.get("lr", settings["inner"])]
+    rate = settings.get("lr", settings["inner"])  # a number, or a key of the untuned rates
+    lr = rate if isinstance(rate, float) else LR[settings["task"]][rate]
     inner = INNER[settings["inner"]](model, lr)
     method = method_of(settings, replica=transport.replica)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=settings["seed"])

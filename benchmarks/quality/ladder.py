@@ -47,6 +47,7 @@ class Side:
             "options": dict(self.entry.options), "inner": self.entry.inner, "replicas": self.replicas,
             "windows": self.rung.windows // self.share_of, "lr": lr, "seed": seed,
             "steps": round(budget * self.rung.steps),
+            **({"mean_of": self.entry.mean_of} if self.entry.mean_of else {}),
         }  # fmt: skip
 
     def next_settings(self, losses: dict[str, float], *, num_seeds: int = len(SEEDS)) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ RUNGS: Mapping[str, Rung] = MappingProxyType(
             name="A", dim=64, layers=2, heads=2, tokenizer="bytes", vocab_size=257, seq_len=64, windows=16, steps=2600,
             num_parameters=115_136,
             lrs={"all": (3e-3, 6e-3, 1e-2), "local": (1.5e-3, 3e-3, 6e-3), "sgd": (0.05, 0.1, 0.2),
-                 "sign": (5e-4, 1e-3, 2e-3)},
+                 "sign": (5e-4, 1e-3, 2e-3), "mean": (6e-3, 1e-2, 1.7e-2)},
         ),
         "B": Rung(
             name="B", dim=96, layers=4, heads=3, tokenizer="bpe", vocab_size=512, seq_len=128, windows=16, steps=4830,
@@ -110,6 +110,8 @@ class Entry:
         budgets: Shares of the rung's steps, with schedules of their own; more than 1 only for the baseline.
         rungs: Where it runs.
         follows: An entry whose learning rate it takes, with seed 0 alone: a point of a curve, and no competitor.
+        mean_of: The loss is that of the mean of so many last global values, one every `SYNC_INTERVAL` steps, which
+            costs no bytes; 0 for that of the last one.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Entry:
     budgets: tuple[float, ...] = (1.0,)
     rungs: str = "A"
     follows: str = ""
+    mean_of: int = 0
 
 
 _STREAMING = {"sync_interval": SYNC_INTERVAL, "overlap_steps": 1, "codec": "e3m0"}
@@ -149,6 +152,11 @@ ENTRIES: tuple[Entry, ...] = (
           options=_ISO | {"outer_lr": 1.0, "outer_momentum": 0.6}, replicas=(2, 4)),
     Entry(name="streaming-diloco, Muon inside", method="streaming-diloco", inner="muon",
           options=_STREAMING | {"outer_lr": 0.7, "outer_momentum": 0.6}, replicas=(2, 4)),
+    Entry(name="data-parallel, Muon, mean of 16 values", method="all-reduce", replicas=(1,), inner="muon", grid="mean",
+          mean_of=16),
+    # in two bits at half the interval: the bytes of E3M0
+    Entry(name="muloco, H 16, mean of 16 values", method="muloco", replicas=(2, 4), inner="muon", grid="mean",
+          mean_of=16, options={"sync_interval": 16}),
     *(
         Entry(name=f"iso-loco, {word} {value}", method="iso-loco", replicas=(2,), follows="iso-loco",
               options=_ISO | {option: value})
@@ -199,6 +207,9 @@ ENTRIES: tuple[Entry, ...] = (
             ("slowmo", _AT_ONCE), ("co2", _AT_ONCE), ("noloco", _AT_ONCE),
         )
     ),
+    # as the digits tuned it: benchmarks/methods/claims.py
+    Entry(name="co2, H 10, momentum 0.2", method="co2", replicas=(2,),
+          options={"sync_interval": 10, "outer_momentum": 0.2}),
     Entry(name="muloco", method="muloco", inner="muon", options=_AT_ONCE, replicas=(2,)),
     *(
         Entry(name=method, method=method, replicas=(2,), options=options, grid="all")

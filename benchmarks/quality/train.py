@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rungs import RUNGS, Rung
+from rungs import RUNGS, SYNC_INTERVAL, Rung
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import thinwire
 from thinwire.codecs import by_name
@@ -61,6 +62,26 @@ class Run:
             return 0
         steps = [int(path.stem.partition("-")[0]) for path in self.folder.glob("*.pt")]
         return max((step for step in steps if steps.count(step) == self.settings["replicas"]), default=0)
+
+
+class LastValues:
+    """The last global values of a run, one every `SYNC_INTERVAL` steps: their mean costs no bytes."""
+
+    def __init__(self, optimizer: thinwire.DistributedOptimizer, model: Any, *, most: int) -> None:
+        self.values: list[torch.Tensor] = []
+        self._optimizer, self._model, self._most = optimizer, model, most
+
+    def take(self, step: int) -> None:
+        if self._most and step % SYNC_INTERVAL == 0:
+            with self._optimizer.global_parameters(may_lag=True):
+                self.values.append(parameters_to_vector(self._model.parameters()).detach())
+            del self.values[: -self._most]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
 
 
 def train(
@@ -129,7 +150,8 @@ def train_replica(loopback: LoopbackTransport, run: Run) -> dict[str, Any] | Non
         run.corpus.train, replica=transport.replica, num_replicas=transport.num_replicas,
         batch_size=settings["windows"] // transport.num_replicas, seq_len=rung.seq_len, seed=seed,
     )  # fmt: skip
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
+    last_values = LastValues(optimizer, model, most=settings.get("mean_of", 0))
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches, "last": last_values}
     first, curve, sent_before = _resume(parts, run, replica=transport.replica)
     sent_at_start = transport.log.totals("sent").payload_bytes
     for step in range(first + 1, steps + 1):
@@ -144,6 +166,7 @@ def train_replica(loopback: LoopbackTransport, run: Run) -> dict[str, Any] | Non
         scheduler.step()
         if transport.replica == 0 and step % max(1, steps // 10) == 0 and step < steps:
             curve.append([step, evaluate(model, optimizer, run=run, share=0.25)])
+        last_values.take(step)
         if run.folder is not None and step % rung.save_every == 0 and step < steps:
             sent = sent_before + transport.log.totals("sent").payload_bytes - sent_at_start
             _save(parts, run, replica=transport.replica, step=step, curve=curve, sent=sent)
@@ -154,22 +177,32 @@ def train_replica(loopback: LoopbackTransport, run: Run) -> dict[str, Any] | Non
     if transport.replica:
         return {}
     curve.append([steps, evaluate(model, optimizer, run=run)])
+    loss = curve[-1][1]
+    if last_values.values:
+        vector_to_parameters(torch.stack(last_values.values).mean(dim=0), model.parameters())
+        loss = mean_loss(model, run=run)
     return {
         "num_parameters": numel, "tokens": steps * settings["windows"] * rung.seq_len, "curve": curve,
-        "loss": curve[-1][1], "sent_bytes": sent, "beta2": rung.beta2, "weight_decay": rung.weight_decay,
+        "loss": loss, "sent_bytes": sent, "beta2": rung.beta2, "weight_decay": rung.weight_decay,
     }  # fmt: skip
 
 
 def evaluate(model: Any, optimizer: thinwire.DistributedOptimizer, *, run: Run, share: float = 1.0) -> float:
     """Return the mean loss of the global parameters on held-out windows, or a share of them, in nats a token."""
+    with optimizer.global_parameters(may_lag=True):
+        return mean_loss(model, run=run, share=share)
+
+
+@torch.no_grad()
+def mean_loss(model: Any, *, run: Run, share: float = 1.0) -> float:
+    """Return the mean loss of a model on held-out windows, or a share of them, in nats a token."""
     batches = validation_batches(
         run.corpus.held_out, batch_size=64, seq_len=run.rung.seq_len,
         max_batches=max(1, round(share * run.rung.eval_windows / 64)),
     )  # fmt: skip
-    with optimizer.global_parameters(may_lag=True), torch.no_grad():
-        return statistics.fmean(
-            float(model.loss(tokens.to(run.device), targets.to(run.device))[1]) for tokens, targets in batches
-        )
+    return statistics.fmean(
+        float(model.loss(tokens.to(run.device), targets.to(run.device))[1]) for tokens, targets in batches
+    )
 
 
 def lr_factor(step: int, *, steps: int, rung: Rung) -> float:

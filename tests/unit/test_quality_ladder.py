@@ -112,7 +112,7 @@ def test_a_loss_outside_of_the_budgets_has_no_token_lag(quality):
 
 
 def test_a_run_in_pieces_is_the_run_in_one(quality, tmp_path, monkeypatch):
-    """With rounds in flight at the pause, and counted bytes."""
+    """With rounds in flight at the pause, counted bytes, and the mean of global values on both sides of a pause."""
     rungs, train = quality["rungs"], quality["train"]
     text = tmp_path / "text"
     text.mkdir()
@@ -122,12 +122,14 @@ def test_a_run_in_pieces_is_the_run_in_one(quality, tmp_path, monkeypatch):
     for name, value in {"dim": 16, "steps": 12, "save_every": 4, "seq_len": 16, "num_parameters": 10_368}.items():
         object.__setattr__(small, name, value)
     monkeypatch.setattr(train, "RUNGS", {"A": small})
+    monkeypatch.setattr(train, "SYNC_INTERVAL", 3)
     settings = {"rung": "A", "name": "x", "method": "streaming-diloco", "inner": "adamw", "replicas": 2, "windows": 4,
                 "options": {"sync_interval": 3, "overlap_steps": 2, "codec": "e3m0"}, "lr": 0.01, "seed": 0,
-                "steps": 12}  # fmt: skip
+                "steps": 12, "mean_of": 3}  # fmt: skip
     whole = train.train(settings, minutes=None, cache=tmp_path / "cache")
     pieces = [train.train(settings, minutes=1e-9, cache=tmp_path / "cache") for _ in range(3)]
     assert pieces[:2] == [None, None]
     for field in ("loss", "sent_bytes", "curve"):
         assert pieces[2][field] == whole[field]
+    assert whole["loss"] != whole["curve"][-1][1]
     assert json.dumps(pieces[2])
