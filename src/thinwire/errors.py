@@ -115,6 +115,10 @@ class AccessRefused(TransportError):
         return cls(f"{store} refuses the credentials for {operation}; renew them, then go on")
 
 
+class WrongSecret(ConnectError):
+    """A store holds a run that was begun with another secret."""
+
+
 class Throttled(TransportError):
     """A store asks for fewer requests; `retry_after_s` says when the next one may come."""
 

@@ -17,8 +17,8 @@ from thinwire.errors import DeadlineExceeded, NotThere, PayloadError, refusal
 
 Payload: TypeAlias = torch.Tensor | bytes | bytearray | memoryview
 Operation: TypeAlias = Literal["put", "get", "list", "delete"]
-# Sealed names are about four times as long, and S3 takes 1024 bytes with the prefix.
-MOST_NAME_CHARACTERS, MOST_PART_CHARACTERS, MOST_DEPTH = 200, 120, 6
+# S3 takes names of 1024 bytes with the prefix, file systems parts of 255.
+MOST_NAME_CHARACTERS, MOST_PART_CHARACTERS, MOST_DEPTH = 900, 255, 8
 MOST_POSITION = 10**8 - 1
 MOST_LEASE_S = 3600.0
 MOST_ENTRY_BYTES = 16 * 2**20
@@ -128,8 +128,10 @@ class CarrierLease(msgspec.Struct, frozen=True, kw_only=True):
         return now_s >= self.start_s + self.seconds or self.start_s > now_s + self.seconds
 
 
-def check_name(name: str) -> str:
-    """Return a blob's name or a folder's.
+def check_name(
+    name: str, *, most: int = MOST_NAME_CHARACTERS, most_part: int = MOST_PART_CHARACTERS, depth: int = MOST_DEPTH
+) -> str:
+    """Return a blob's name or a folder's; the limits are those of stores.
 
     Raises:
         ValueError: It is no relative path of plain characters, or too long.
@@ -139,13 +141,15 @@ def check_name(name: str) -> str:
         'rounds/7/member-3'
         >>> check_name("../key")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: a blob has no such name; got '../key'; allowed 1 to 6 parts of letters, ...
+        ValueError: a blob has no such name; got '../key'; allowed 1 to 8 parts of letters, ...
     """
     parts = name.split("/")
-    is_plain = all(len(part) <= MOST_PART_CHARACTERS and _PART.fullmatch(part) for part in parts)
-    if not is_plain or len(name) > MOST_NAME_CHARACTERS or len(parts) > MOST_DEPTH:
-        raise refusal("a blob has no such name", got=ascii(name[:80]),
-                      allowed=f"1 to {MOST_DEPTH} parts of letters, digits, _ = . -", remedy="rounds/7")  # fmt: skip
+    is_plain = all(len(part) <= most_part and _PART.fullmatch(part) for part in parts)
+    if not is_plain or len(name) > most or len(parts) > depth:
+        raise refusal(
+            "a blob has no such name", got=ascii(name[:80]),
+            allowed=f"1 to {depth} parts of letters, digits, _ = . -, {most} characters in all", remedy="rounds/7",
+        )  # fmt: skip
     return name
 
 

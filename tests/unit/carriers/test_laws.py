@@ -12,8 +12,11 @@ import torch
 from thinwire.carriers.base import MOST_NAME_CHARACTERS, Carrier, CarrierCost, CarrierLease, as_bytes
 from thinwire.carriers.folder import FolderCarrier
 from thinwire.carriers.memory import CarrierFault, MemoryCarrier, MemoryStore
+from thinwire.carriers.sealed import SealedCarrier
 from thinwire.errors import AccessRefused, DeadlineExceeded, NotThere, PayloadError, Throttled, TransportError
+from thinwire.transport.secret import Secret
 
+SECRET = Secret(key=bytes(range(32)))
 Member = Callable[[], Carrier]
 
 
@@ -26,7 +29,12 @@ def in_a_folder(folder: Path) -> Member:
     return lambda: FolderCarrier(folder / "store")
 
 
-STORES = {"memory": in_memory, "folder": in_a_folder}
+def sealed_in_memory(folder: Path) -> Member:
+    store = MemoryStore()
+    return lambda: SealedCarrier(MemoryCarrier(store), SECRET, may_create=True, part_bytes=1024)
+
+
+STORES = {"memory": in_memory, "folder": in_a_folder, "sealed": sealed_in_memory}
 
 
 @pytest.fixture(params=STORES)
@@ -172,7 +180,8 @@ def test_requests_and_bytes_are_counted(member: Member) -> None:
     ada.listing("a")
     ada.delete(["a"])
     used = ada.cost() - before
-    assert (used.puts, used.gets, used.lists, used.deletes, used.requests) == (1, 1, 1, 1, 4)
+    assert (used.puts, used.lists, used.deletes) == (1, 1, 1) and 1 <= used.gets <= 2
+    assert used.requests == sum((used.puts, used.gets, used.lists, used.deletes))
     assert used.sent_bytes >= 100 and used.received_bytes >= 100 and used + CarrierCost() == used
 
 
