@@ -26,13 +26,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as torch_as
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from thinwire.errors import CheckpointError, MissingExtra
-from thinwire.sync.engine_state import OWN_STATE
+from thinwire.sync.engine_state import OWN_KEYS, OWN_STATE
 from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.transport.shards import local_shard
+from thinwire.sync.portable_state import StateLayout
+from thinwire.transport.shards import is_distributed, local_shard, placed
 
 _TEXT = "thinwire.json"
-_MODEL, _OPTIMIZER, _OWN, _RANK = "model", "optimizer", OWN_STATE, "rank"
+_MODEL, _OPTIMIZER = "model", "optimizer"
 # Of each model, for its checkpoints; it stays, for a rank that ended it would cut off a slower one.
 _groups: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _FOLDER = re.compile(r"replica-(\d+)")
@@ -107,9 +108,10 @@ def load(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) ->
 def _to_save(model: nn.Module, optimizer: DistributedOptimizer, ranks: _Ranks) -> dict[str, torch.Tensor]:
     named = parameters_by_name(model)
     tensors: dict[str, torch.Tensor] = {f"{_MODEL}/{name}": tensor for name, tensor in model.state_dict().items()}
-    own = dict(optimizer.state_dict()["param_groups"][0][OWN_STATE])
+    whole = optimizer.state_dict()
+    own = {name: whole[name] for name in sorted(OWN_KEYS)}
     own["sync"].pop("sample")  # the model is in the checkpoint too, and a replica may have other ranks
-    layout = _Layout(model, optimizer, ranks)
+    layout = StateLayout(model, optimizer.fragments)
     inner = {
         "state": {
             name: {
@@ -124,7 +126,7 @@ def _to_save(model: nn.Module, optimizer: DistributedOptimizer, ranks: _Ranks) -
             for group in optimizer.inner.param_groups
         ],
     }
-    skeleton = {"own": layout.flatten(own, tensors, _OWN, None), "inner": inner, "num_ranks": ranks.count}
+    skeleton = {"own": layout.flatten(own, tensors, OWN_STATE), "inner": inner, "num_ranks": ranks.count}
     text = json.dumps(skeleton).encode()
     return {**tensors, _TEXT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
@@ -138,17 +140,11 @@ class _Ranks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        sharded: list[Any] = [parameter for parameter in model.parameters() if _is_sharded(parameter)]
-        members = sorted({rank for one in sharded for rank in one.device_mesh.mesh.flatten().tolist()})
-        self.count = max(1, len(members))
-        self._index = members.index(dist.get_rank()) if members else 0
+        layout = StateLayout(model, ())
+        members, self.count, self.own_name = layout.members, layout.num_ranks, layout.own_name
         if members and model not in _groups:
             _groups[model] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.arguments: dict[str, Any] = {"process_group": _groups[model]} if members else {"no_dist": True}
-
-    def own_name(self, path: str) -> str:
-        """Return the name of what belongs to this rank alone."""
-        return f"{_RANK}-{self._index}/{path}"
 
 
 class _Cloned(AsyncStager):
@@ -162,50 +158,6 @@ class _Cloned(AsyncStager):
     def synchronize_staging(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class _Layout:
-    """Places of a fragment's parameters in its vectors."""
-
-    def __init__(self, model: nn.Module, optimizer: DistributedOptimizer, ranks: _Ranks) -> None:
-        self._ranks = ranks
-        self.parameters = parameters_by_name(model)
-        self.fragments = optimizer.fragments
-
-    def flatten(self, value: Any, tensors: dict[str, torch.Tensor], path: str, fragment: int | None) -> Any:
-        """Move the tensors of a nested state into `tensors`, and return the rest, ready for JSON."""
-        if isinstance(value, dict):
-            if isinstance(value.get("round"), dict):
-                fragment = value["round"]["fragment"]
-            return {
-                key: self.flatten(one, tensors, f"{path}/{key}", int(key) if str(key).isdecimal() else fragment)
-                for key, one in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.flatten(one, tensors, f"{path}/{index}", fragment) for index, one in enumerate(value)]
-        if not torch.is_tensor(value):
-            return value
-        if not self._is_vector(value, fragment):
-            return self.store(value, tensors, path)
-        assert fragment is not None
-        start = 0
-        for name in self.fragments[fragment]:
-            like = local_shard(self.parameters[name])
-            part = value[start : start + like.numel()].view(like.shape)
-            tensors[f"{path}/{name}"] = _placed(part, like=self.parameters[name])
-            start += like.numel()
-        return {"vector": path, "fragment": fragment, "dtype": _dtype_name(value)}
-
-    def store(self, value: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> dict[str, str]:
-        """Move one tensor; a plain one of a sharded replica belongs to its rank, unless it is one number."""
-        is_own = self._ranks.count > 1 and not _is_sharded(value) and value.dim() > 0
-        tensors[self._ranks.own_name(path) if is_own else path] = value
-        return {"tensor": path, "dtype": _dtype_name(value)}
-
-    def _is_vector(self, value: torch.Tensor, fragment: int | None) -> bool:
-        if fragment is None or value.dim() != 1 or fragment >= len(self.fragments):
-            return False
-        return value.numel() == sum(local_shard(self.parameters[name]).numel() for name in self.fragments[fragment])
 
 
 class _Target:
@@ -269,7 +221,7 @@ class _Target:
         size, kind = self._sizes[path].size, getattr(torch, dtype)
         if like is not None and size == like.shape:
             shard = local_shard(like)
-            self.tensors[path] = _placed(torch.empty(shard.shape, dtype=kind, device=shard.device), like=like)
+            self.tensors[path] = placed(torch.empty(shard.shape, dtype=kind, device=shard.device), like=like)
         else:
             self.tensors[path] = torch.empty(size, dtype=kind)
 
@@ -299,32 +251,12 @@ def _number(value: Any) -> Any:
     return value.item() if torch.is_tensor(value) and value.dim() == 0 else value
 
 
-def _dtype_name(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _is_sharded(value: torch.Tensor) -> bool:
-    return hasattr(value, "placements")
-
-
-def _placed(shard: torch.Tensor, *, like: Any) -> torch.Tensor:
-    """Return a shard as the DTensor that a parameter is; itself beside a plain parameter."""
-    if not _is_sharded(like):
-        return shard.contiguous()
-    from torch.distributed.tensor import DTensor
-
-    placed: torch.Tensor = DTensor.from_local(
-        shard.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    return placed
-
-
 def _clone(tensor: Any) -> torch.Tensor:
     """Return a copy on the CPU, in the same shards."""
-    if not _is_sharded(tensor):
+    if not is_distributed(tensor):
         copied: torch.Tensor = tensor.detach().to("cpu", copy=True)
         return copied
-    return _placed(local_shard(tensor).clone(), like=tensor)
+    return placed(local_shard(tensor).clone(), like=tensor)
 
 
 def _storage(kind: str, folder: Path, **options: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from thinwire import tagged_state
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.in_flight import InFlight
+from thinwire.sync.portable_state import StateLayout, from_portable
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 
@@ -22,7 +24,7 @@ OWN_KEYS = {"version", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
 _STATE_KEYS = {"state", "param_groups", *OWN_KEYS}
 
 
-def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+def checked_state(state_dict: dict[str, Any], layout: StateLayout | None = None) -> dict[str, Any]:
     """Return a state of a `DistributedOptimizer` with all its keys at the top, and the inner optimizer's groups alone.
 
     Accepted are what `state_dict` returns, and what torch's `get_optimizer_state_dict` leaves of it.
@@ -31,7 +33,9 @@ def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: Something is missing, or it is of another version.
     """
     groups = [dict(group) for group in state_dict.get("param_groups", ())]
-    own = groups[0].pop(OWN_STATE, {}) if groups else {}
+    own = groups[0].pop(OWN_STATE, None) if groups else None
+    is_whole = set(state_dict) >= OWN_KEYS
+    own = {} if own is None or layout is None or is_whole else from_portable(own, layout)
     state_dict = {**own, **state_dict, "param_groups": groups}
     if missing := _STATE_KEYS - set(state_dict):
         raise CheckpointError(
@@ -90,8 +94,25 @@ def load_state(engine: RoundEngine, state: Mapping[str, Any]) -> None:
     """Restore what `save_state` returned.
 
     Raises:
-        CheckpointError: It is of another method, replica, number of replicas or model.
+        CheckpointError: It is of another method, replica, number of replicas or model, or a key is missing.
     """
+    with naming_missing_keys():
+        _load(engine, state)
+
+
+@contextmanager
+def naming_missing_keys() -> Iterator[None]:
+    """Turn the error of a key that a state lacks into one that says so."""
+    try:
+        yield
+    except (KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"the state lacks {error}: what carried it dropped it; load what state_dict() returned, or save by "
+            f"thinwire.integrations.dcp"
+        ) from error
+
+
+def _load(engine: RoundEngine, state: Mapping[str, Any]) -> None:
     for name, expected in _identity(engine).items():
         if state.get(name) != expected:
             raise CheckpointError(

@@ -26,6 +26,7 @@ from thinwire.sync.engine_state import (
     adopt_state,
     checked_state,
     load_state,
+    naming_missing_keys,
     save_state,
     schedule_step,
 )
@@ -33,6 +34,7 @@ from thinwire.sync.equal_batches import EqualBatches, HashedRounds
 from thinwire.sync.in_flight import SyncStatistics
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.model_checks import ParameterSet, check_parameters, check_tensors, refuse_turns
+from thinwire.sync.portable_state import StateLayout, to_portable
 from thinwire.sync.round_engine import RoundEngine, StepDriver, StepInput
 from thinwire.sync.schedule import Round
 from thinwire.sync.weight_copies import copies_of
@@ -488,7 +490,7 @@ class DistributedOptimizer(EagerOptimizer):
             "sync": save_state(self._engine),
         }
         groups = [dict(group) for group in inner["param_groups"]]
-        groups[0][OWN_STATE] = own
+        groups[0][OWN_STATE] = to_portable(own, self._layout())
         return {**inner, **own, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -497,7 +499,7 @@ class DistributedOptimizer(EagerOptimizer):
         Raises:
             CheckpointError: The state is of another version, method, replica or model.
         """
-        state_dict = checked_state(state_dict)
+        state_dict = checked_state(state_dict, self._layout())
         load_state(self._engine, state_dict["sync"])
         self._load_own(state_dict)
 
@@ -517,13 +519,17 @@ class DistributedOptimizer(EagerOptimizer):
             CheckpointError: The state is of another version, method or model, its replicas hold different values, or
                 the model does not hold the parameters that it belongs to.
         """
-        state_dict = checked_state(state_dict)
-        reset = adopt_state(self._engine, state_dict["sync"], step=schedule_step(state_dict))
+        state_dict = checked_state(state_dict, self._layout())
+        with naming_missing_keys():
+            reset = adopt_state(self._engine, state_dict["sync"], step=schedule_step(state_dict))
         self._load_own(state_dict)
         if state_dict["sync"].get("replica") != self.transport.replica:
             with self._copies.in_training():  # the copies that came with the inner state are that replica's own
                 self._engine.view.parameters.forget_locals()
         return reset
+
+    def _layout(self) -> StateLayout:
+        return StateLayout(self._model, self.fragments)
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         own = {OWN_STATE, *OWN_KEYS}

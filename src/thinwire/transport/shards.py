@@ -48,6 +48,34 @@ def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
     return real_shard(gradient if gradient.layout == torch.strided else gradient.to_dense())
 
 
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, which ranks hold together."""
+    return is_a("torch.distributed.tensor", "DTensor", tensor)
+
+
+def placed(shard: torch.Tensor, *, like: Any) -> torch.Tensor:
+    """Return a shard as the DTensor that a parameter is; itself beside a plain parameter."""
+    if not is_distributed(like):
+        return shard.contiguous()
+    from torch.distributed.tensor import DTensor
+
+    found: torch.Tensor = DTensor.from_local(
+        shard.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return found
+
+
+def cut(whole: torch.Tensor, *, like: Any) -> torch.Tensor:
+    """Return a whole tensor, which every rank holds, as the DTensor that a parameter is; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if whole.shape != like.shape:
+        raise ValueError(f"a tensor of shape {tuple(whole.shape)} stands for a parameter of {tuple(like.shape)}")
+    whole = whole.to(like.device)
+    found: torch.Tensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return found
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether this rank holds less than the whole of a tensor."""
     return local_shard(tensor).shape != tensor.shape

@@ -153,3 +153,14 @@ def test_a_state_of_an_earlier_version_is_refused_with_what_to_do() -> None:
     state = optimizer.state_dict() | {"version": 1}
     with pytest.raises(CheckpointError, match="version 1; this thinwire reads 2; resume with the thinwire that wrote"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("key", ["in_flight", "work", "global", "update", "exchanges"])
+@pytest.mark.parametrize("take", ["load_state_dict", "adopt_state_dict"])
+def test_a_state_that_lacks_a_key_is_refused_by_its_name(take: str, key: str) -> None:
+    model, optimizer = build(None)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    del state["sync"][key]
+    with pytest.raises(CheckpointError, match=f"the state lacks '{key}'.*thinwire.integrations.dcp"):
+        getattr(optimizer, take)(state)
