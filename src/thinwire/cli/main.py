@@ -40,6 +40,7 @@ COMMANDS = {
     "pause": "pause replicas of an elastic job",
     "resume": "resume paused replicas of an elastic job",
     "leave": "remove replicas from an elastic job",
+    "store": "serve a part of a store on this host, for runs without a bucket",
     "split": "serve the middle layers of a model to those who keep texts and labels",
     "lab": "run a command on hosts joined by thin wires, all on this machine",
 }

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from store_hosts import SECRET, serving
 
 from thinwire.carriers.base import MOST_NAME_CHARACTERS, Carrier, CarrierCost, CarrierLease, as_bytes
 from thinwire.carriers.folder import FolderCarrier
+from thinwire.carriers.hosts import HostsCarrier
 from thinwire.carriers.memory import CarrierFault, MemoryCarrier, MemoryStore
 from thinwire.carriers.sealed import SealedCarrier
 from thinwire.errors import AccessRefused, DeadlineExceeded, NotThere, PayloadError, Throttled, TransportError
-from thinwire.transport.secret import Secret
+from thinwire.transport.addresses import Address
 
-SECRET = Secret(key=bytes(range(32)))
 Member = Callable[[], Carrier]
 
 
-def in_memory(folder: Path) -> Member:
+def in_memory(folder: Path, closing: contextlib.ExitStack) -> Member:
     store = MemoryStore()
     return lambda: MemoryCarrier(store)
 
 
-def in_a_folder(folder: Path) -> Member:
+def in_a_folder(folder: Path, closing: contextlib.ExitStack) -> Member:
     return lambda: FolderCarrier(folder / "store")
 
 
-def sealed_in_memory(folder: Path) -> Member:
+def sealed_in_memory(folder: Path, closing: contextlib.ExitStack) -> Member:
     store = MemoryStore()
     return lambda: SealedCarrier(MemoryCarrier(store), SECRET, may_create=True, part_bytes=1024)
 
 
-STORES = {"memory": in_memory, "folder": in_a_folder, "sealed": sealed_in_memory}
+def on_hosts(folder: Path, closing: contextlib.ExitStack) -> Member:
+    hosts = [closing.enter_context(serving(folder / str(number))) for number in range(3)]
+    addresses = [Address(host="127.0.0.1", port=host.port) for host in hosts]
+    return lambda: closing.enter_context(contextlib.closing(HostsCarrier(addresses, secret=SECRET)))
+
+
+STORES = {"memory": in_memory, "folder": in_a_folder, "sealed": sealed_in_memory, "hosts": on_hosts}
 
 
 @pytest.fixture(params=STORES)
-def member(request: pytest.FixtureRequest, tmp_path: Path) -> Member:
-    """Return a function that gives another member's access to the same store."""
-    return STORES[request.param](tmp_path)
+def member(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Member]:
+    """Give a function that returns another member's access to the same store."""
+    with contextlib.ExitStack() as closing:
+        yield STORES[request.param](tmp_path, closing)
 
 
 def read(carrier: Carrier, name: str, most_bytes: int = 1 << 20) -> bytes:
