@@ -40,7 +40,7 @@ from thinwire.integrations import flower as thin  # noqa: E402
 RESULTS = Path(__file__).parent / "results" / "flower_clients.jsonl"
 CLIENTS, ROUNDS, SEEDS, WIDTH, WIDE = 10, 20, 3, 128, 1024
 TASKS, TASK_ROUNDS = 4, 20
-PRETRAIN, ADAPTER_ROUNDS, CLIENT_LR, SERVER_LR = 600, 40, 0.05, 5e-3
+PRETRAIN, ADAPTER_ROUNDS, CLIENT_LR, SERVER_LR = 600, 20, 0.05, 5e-3
 
 
 def zipped(**more: Any) -> thin.Uplink:
@@ -215,7 +215,6 @@ ADAPTERS: dict[str, tuple[thin.Uplink, thin.Downlink | None]] = {
     "CELLM 1/4": masked(1 / 4, 1 / 4),
     "CELLM 1/8": masked(1 / 8, 1 / 8),
     "CELLM tiers 1/16, 1/4, 1": masked(1 / 4, 1 / 4, phone=1 / 16, pc=1.0),
-    "CELLM 1/16 up, 1/4 down": masked(1 / 16, 1 / 4),
     "top-k 1/16 with feedback, E3M0 down": (thin.Uplink("top-k", density=1 / 16), E3M0),
 }
 

@@ -22,7 +22,7 @@ from thinwire.averaging.aggregation_rules import TrimmedMean
 from thinwire.errors import NonFiniteError, PayloadError, ThinwireError
 from thinwire.integrations import flower as thin
 from thinwire.integrations.flower.strategy import serialised_bytes
-from thinwire.integrations.flower.updates import ArrayLayout, UpdateCode
+from thinwire.integrations.flower.updates import ArrayLayout, Broadcast, UpdateCode, follow
 from thinwire.methods.robust import MultiKrum
 from thinwire.methods.robust.flag import FlagAggregator
 from thinwire.transport.message import HEADER_BYTES, pack
@@ -372,12 +372,57 @@ def test_damaged_messages_are_refused_or_decode_to_finite_arrays_of_the_layout(u
     assert decoded < 120
 
 
-def test_a_round_without_any_good_reply_keeps_the_model() -> None:
+@pytest.mark.parametrize("aggregate", [None, MultiKrum(num_bad=2)], ids=["no reply", "too few for a rule"])
+def test_a_round_without_enough_good_replies_keeps_the_model(aggregate: Any) -> None:
     up = thin.Uplink("e3m0")
-    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 2)
-    grid.between = lambda replies: [one for one in replies if "arrays" not in one.content]
-    result = thin.wrap(FedAvg(), up).start(grid, record(plain()), num_rounds=1)
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 3)
+    grid.between = lambda replies: [one for one in replies if aggregate or "arrays" not in one.content]
+    strategy = thin.wrap(FedAvg(), up, aggregate=aggregate)
+    result = strategy.start(grid, record(plain()), num_rounds=2)
     assert not result.arrays and not result.train_metrics_clientapp
+    assert [row.clients for row in strategy.rounds] == [3 if aggregate else 0] * 2
+
+
+def test_clients_whose_weights_are_all_zero_are_refused() -> None:
+    grid = InProcessGrid(walking_app([thin.client_mod(thin.Uplink("e3m0"))], step), 2)
+
+    def between(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            reply.content["metrics"]["num-examples"] = 0
+        return replies
+
+    grid.between = between
+    strategy = thin.wrap(FedAvg(fraction_evaluate=0.0), thin.Uplink("e3m0"))
+    assert not strategy.start(grid, record(plain()), num_rounds=1).arrays
+    assert all("is 0, as of all" in reason for reason in strategy.rounds[0].rejected.values())
+
+
+def test_a_damaged_downlink_is_refused_by_the_client() -> None:
+    rng, layout = np.random.default_rng(0), ArrayLayout.of(plain())
+    broadcast = Broadcast(down=thin.Downlink("e3m0"))
+    helds = []
+    for seed in range(4):
+        broadcast.advance(plain(seed))
+        helds.append(broadcast.held[0])
+    code, row = UpdateCode(broadcast.codes[0], layout), broadcast.patch_from(1)
+    assert row is not None
+    found = follow(code, helds[0], row, version=1, target=4)
+    assert all(found[name].tobytes() == one.tobytes() for name, one in helds[3].items())
+    third = len(row) // 3
+    for bad in (
+        row[:-1], row[third:], np.concatenate([row[:third], row[:third], row[2 * third :]]), row[: 2 * third],
+        *(np.concatenate([row[:place], row[place : place + 1] ^ 4, row[place + 1 :]]) for place in rng.integers(
+            len(row), size=30
+        )),
+    ):  # fmt: skip
+        with pytest.raises((PayloadError, NonFiniteError)):
+            follow(code, helds[0], bad, version=1, target=4)
+    for text in (
+        "{", "[]", "[[1],[2],[3],[4]]", '[["a"],[[-1]],["float"]]', f'[["a"],[[{1 << 70}]],["float"]]',
+        '[["a"],[[1]],["object"]]', '[["a"],[[1],[2]],["float"]]', '[["a"],[["x"]],["float"]]',
+    ):  # fmt: skip
+        with pytest.raises(PayloadError):
+            ArrayLayout.from_text(text)
 
 
 def test_the_report_is_the_sum_of_the_serialised_messages_and_goes_into_the_run_log(tmp_path: Path) -> None:
