@@ -22,8 +22,8 @@ ORDER = (
     "connect", "DistributedOptimizer", "MultiOptimizer", "split_model", "methods", "Method", "codecs", "metrics",
     "is_lead", "replica_folder", "tracker_names", "join",
     "ElasticOptimizer", "ActivationCode", "AdaptiveBits", "CodedStage", "split", "sequences", "experts", "streamed",
-    "watch", "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport", "FaultyTransport", "RecordingTransport",
-    "ThinwireError", "__version__",
+    "WeightPublisher", "WeightSubscriber", "watch", "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport",
+    "FaultyTransport", "RecordingTransport", "ThinwireError", "__version__",
 )  # fmt: skip
 PAGE = "reference/thinwire.md"
 _COLUMNS = 80

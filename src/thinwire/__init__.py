@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from thinwire.codecs.channel_bits import AdaptiveBits
     from thinwire.errors import ThinwireError
     from thinwire.integrations.tracking import is_lead, metrics, replica_folder, tracker_names
+    from thinwire.publish.publisher import WeightPublisher
+    from thinwire.publish.subscriber import WeightSubscriber
     from thinwire.recording.torch_recorder import watch
     from thinwire.sync.method import Method
     from thinwire.sync.multi_optimizer import MultiOptimizer, split_model
@@ -55,6 +57,8 @@ _HOMES = {
     "Method": "thinwire.sync.method",
     "RecordingTransport": "thinwire.transport.recording",
     "ThinwireError": "thinwire.errors",
+    "WeightPublisher": "thinwire.publish.publisher",
+    "WeightSubscriber": "thinwire.publish.subscriber",
     "connect": "thinwire.transport.connect",
     "is_lead": "thinwire.integrations.tracking",
     "join": "thinwire.training.elastic.own_loop",
@@ -71,8 +75,9 @@ _MODULES = ("codecs", "experts", "lab", "methods", "sequences", "split")
 __all__ = [
     "ActivationCode", "AdaptiveBits", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport",
     "LoopbackTransport", "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError",
-    "__version__", "codecs", "connect", "experts", "is_lead", "join", "lab", "methods", "metrics", "replica_folder",
-    "run_replicas", "sequences", "split", "split_model", "streamed", "tracker_names", "watch",
+    "WeightPublisher", "WeightSubscriber", "__version__", "codecs", "connect", "experts", "is_lead", "join", "lab",
+    "methods", "metrics", "replica_folder", "run_replicas", "sequences", "split", "split_model", "streamed",
+    "tracker_names", "watch",
 ]  # fmt: skip
 
 

@@ -4,9 +4,9 @@ A stream holds the versions 0, 1, 2, ... of one model's weights, as named object
 
 | name | content |
 | --- | --- |
-| `versions/00000042` | the manifest of a version, created once |
-| `head` | the newest manifest again; overwritten, hence only a hint |
-| `blobs/HASH` | a chunk of payloads, a layout or a file, by its SHA-256 |
+| `versions/00000042` | the hash of a version's manifest, created once |
+| `head` | the newest version's number and hash; overwritten, hence only a hint |
+| `blobs/HASH` | a manifest, a chunk of payloads, a layout or a file, by its SHA-256 |
 | `shards/...` | what a rank of a sharded publisher hands to the first one |
 
 Each version has a patch from the version before, an anchor that needs nothing before it, or both. A manifest holds the
@@ -29,12 +29,12 @@ from thinwire.files import short
 
 FORMAT = 1
 HASH_BYTES = 32
-HEAD = "head"
+HEAD, HEAD_BYTES = "head", 8 + HASH_BYTES
 MOST_CHUNK_BYTES = 8 << 20
 MOST_MANIFEST_BYTES, MOST_LAYOUT_BYTES, MOST_FILE_BYTES = 4 << 20, 32 << 20, 32 << 20
 MOST_SHARDS = 1 << 12
 _MOST_WORDS = 1 << 42  # of a shard
-_LEAST_CHUNK_BYTES = 1 << 18
+_LEAST_CHUNK_BYTES = 1 << 16
 _CHUNKS_WANTED = 1 << 10
 
 _Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -42,6 +42,7 @@ _Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Size = Annotated[int, Meta(ge=0, lt=1 << 42)]
 _Shape = Annotated[tuple[_Size, ...], Meta(max_length=16)]
 _FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")]
+Code = Literal["exact-bf16", "exact", "e3m0"]
 _Kind = TypeVar("_Kind")
 
 # Bytes of an element by the name of its type; bfloat16 stands for what was a float of any kind.
@@ -127,7 +128,7 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     run: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     version: _Number
     step: _Number
-    code: Literal["exact-bf16", "exact", "e3m0"]
+    code: Code
     layout: Blob
     parent: _Hash
     result: _Hash
@@ -159,6 +160,18 @@ def version_name(version: int) -> str:
         'versions/00000042'
     """
     return f"versions/{version:08d}"
+
+
+def head_of(version: int, digest: bytes) -> bytes:
+    """Return the content of a head."""
+    return version.to_bytes(8, "little") + digest
+
+
+def read_head(data: bytes) -> tuple[int, bytes]:
+    """Return a head's version and hash; raises PayloadError."""
+    if len(data) != HEAD_BYTES:
+        raise PayloadError(f"{HEAD} is damaged: {len(data)} bytes; it was never sent so")
+    return int.from_bytes(data[:8], "little"), data[8:]
 
 
 def encode(content: VersionManifest | WeightLayout | ShardReport) -> bytes:
@@ -252,8 +265,8 @@ def cut(data: bytes | bytearray) -> list[memoryview]:
     """Cut bytes into chunks: small enough to come from several sources, and at most about a thousand.
 
     Example:
-        >>> [len(chunk) for chunk in cut(bytes(600_000))]
-        [262144, 262144, 75712]
+        >>> [len(chunk) for chunk in cut(bytes(150_000))]
+        [65536, 65536, 18928]
     """
     size = min(max(_LEAST_CHUNK_BYTES, -(-len(data) // _CHUNKS_WANTED)), MOST_CHUNK_BYTES)
     view = memoryview(data)
