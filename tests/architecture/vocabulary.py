@@ -20,6 +20,8 @@ METAPHORS = {
 }  # fmt: skip
 # As a module or a class, "line" stood for a connection; a function may handle lines of text.
 METAPHORS_OF_TYPES = METAPHORS | {"line"}
+# Methods that override another library's.
+OF_OTHERS = {"push_to_hub"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -76,5 +78,6 @@ def in_module(place: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and METAPHORS_OF_TYPES & set(words_of(node.name)):
             yield "class", node.name
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and METAPHORS & set(words_of(node.name)):
+        is_own = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in OF_OTHERS
+        if is_own and METAPHORS & set(words_of(node.name)):
             yield "function", node.name

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,13 +75,17 @@ def two_runs(transport: thinwire.RecordingTransport, folder: Path) -> dict[str, 
             method=method, transport=transport,
         )  # fmt: skip
         checkpoint = folder / "whole" / f"replica-{transport.replica}" / f"checkpoint-{SAVE_AT}"
-        trainer.train(resume_from_checkpoint=str(checkpoint) if name == "resumed" else None)
+        one_for_all = str(folder / "whole" / "replica-0" / checkpoint.name)  # one command line for all ranks
+        trainer.train(resume_from_checkpoint=one_for_all if name == "resumed" else None)
         trainer.save_model()
         found[name] = digest(dict(model.named_parameters()))
         if name == "whole":
             saved = load_file(folder / "whole" / f"replica-{transport.replica}" / "model.safetensors")
             found["saved"] = digest({n: p for n, p in model.named_parameters() if n in saved}) == digest(saved)
             found["checkpoint"] = digest(load_file(checkpoint / "model.safetensors"))
+            found["run"] = [trainer.args.run_name, os.environ.get("WANDB_RUN_GROUP")]
+            with mock.patch.object(transformers.Trainer, "push_to_hub", lambda self: "uploaded"):
+                found["pushed"] = trainer.push_to_hub()
             found["local"] = digest(load_file(checkpoint / LOCAL_FILE))
             found["log"] = [line for line in trainer.state.log_history if "loss" in line]
             found["eval_loss"] = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -261,3 +267,8 @@ def test_a_loop_of_accelerate_trains_the_bits_of_the_bare_loop(found: list[dict[
     first, second = (one["accelerate"] for one in found)
     assert first["processes"] == second["processes"] == 1
     assert len({first["accelerate"], first["bare"], second["accelerate"], second["bare"]}) == 1
+
+
+def test_one_replica_uploads_and_all_report_to_one_group(found: list[dict[str, Any]]) -> None:
+    assert [one["trainer"]["pushed"] for one in found] == ["uploaded", None]
+    assert [one["trainer"]["run"] for one in found] == [[f"whole-replica-{replica}", "whole"] for replica in (0, 1)]

@@ -8,6 +8,7 @@ join an elastic run: they come and go while the others train.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +19,15 @@ from safetensors.torch import load_file, save_file
 
 import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, DesyncError, MissingExtra, excluded, refusal
+from thinwire.integrations.hooks import check_hooks
 from thinwire.integrations.run_schedule import RunSchedule
-from thinwire.integrations.tracking import metrics
-from thinwire.sync.buffers import average_tensors
+from thinwire.integrations.tracking import is_lead, metrics, tracker_names
+from thinwire.sync.buffers import average_tensors, gather_numbers
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.base import Transport
 from thinwire.transport.connect import given_join_uri
+from thinwire.transport.job_environment import offer_tracker_group
 from thinwire.transport.secret import JOIN_VARIABLE, need_pyzmq
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ except ImportError as error:
 # The local parameters of a replica, beside the global ones in `model.safetensors`.
 LOCAL_FILE = "local_parameters.safetensors"
 # Above the numbers that `average_buffers` counts from 0.
-_NUMBER_OF_STEPS_CHECK = 1 << 40
+_NUMBER_OF_STEPS_CHECK, _CHECKPOINTS_CHECK = 1 << 40, 1 << 41
+_REPLICA, _CHECKPOINT = re.compile(r"replica-\d+"), re.compile(r"checkpoint-(\d{1,15})")
 
 
 class DiLoCoTrainerMixin:
@@ -99,6 +103,7 @@ class DiLoCoTrainerMixin:
                 allowed=f"one of them, or the variable {JOIN_VARIABLE}",
                 remedy="transport=thinwire.connect(solo=True), or for an elastic run uri='HOST:PORT'",
             )  # fmt: skip
+        check_hooks("transformers", [kind for kind in type(self).__mro__ if not issubclass(kind, DiLoCoTrainerMixin)])
         self.transport = transport
         self.diloco: DistributedOptimizer | None = None
         self._method, self._uri, self._options = method, uri, dict(options or {})
@@ -109,6 +114,7 @@ class DiLoCoTrainerMixin:
         self._output_dir = Path(self.args.output_dir)
         if transport is not None and transport.num_replicas > 1:
             self._write_as(transport.replica)
+            self._name_run(transport)
         self.add_callback(_FinalExchange(self) if transport is not None else _ElasticSteps(self))  # type: ignore[attr-defined]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -124,21 +130,53 @@ class DiLoCoTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and end with the final exchange; after an exception, without any exchange.
 
+        One `resume_from_checkpoint` serves all replicas: True or "True", the folder of a run, that of one of its
+        replicas, or the checkpoint of one replica. Each takes its own checkpoint of that step, or of the newest step
+        that all replicas have.
+
         Raises:
+            CheckpointError: There is no step that all replicas have, or not the given one.
             ValueError: A checkpoint to resume from is given for an elastic run.
         """
-        checkpoint = kwargs.get("resume_from_checkpoint") or next(iter(args), None)
+        if args:
+            kwargs["resume_from_checkpoint"], args = args[0], args[1:]
+        checkpoint = kwargs.get("resume_from_checkpoint")
         if self.transport is None and checkpoint:
             raise excluded(
                 "resume_from_checkpoint", "an elastic run", why="a trainer goes on from the state of the others",
                 remedy="to load the model of a checkpoint by from_pretrained() for a new run",
             )  # fmt: skip
+        if self.transport is not None and checkpoint:
+            kwargs["resume_from_checkpoint"] = str(self._checkpoint_of_all(checkpoint, self.transport))
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             if self.diloco is not None:
                 self.diloco.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Make the repository on the hub, on one replica alone.
+
+        Raises:
+            ValueError: The run is elastic.
+        """
+        if self.transport is None:
+            raise excluded("push_to_hub", "an elastic run", why="the replica that would upload may leave",
+                           remedy="to upload the model of one process after the training")  # fmt: skip
+        if is_lead(self.transport):
+            super().init_hf_repo(*args, **kwargs)  # type: ignore[misc]
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload on one replica alone; the others return None."""
+        return super().push_to_hub(*args, **kwargs) if self._is_lead() else None  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_lead():
+            super()._push_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _is_lead(self) -> bool:
+        return self.transport is None or is_lead(self.transport)
 
     def finish(self) -> None:
         """Exchange the last steps and keep the global parameters in the model; the trainer calls it by itself."""
@@ -216,6 +254,40 @@ class DiLoCoTrainerMixin:
         own = f"replica-{replica}"
         if self._output_dir.name != own:  # `thinwire run` has chosen the folder before the script read it
             self.args.output_dir = str(self._output_dir / own)
+
+    def _name_run(self, transport: Transport) -> None:
+        """Give this replica a run of its own in trackers, in one group."""
+        folder = self._output_dir.parent if _REPLICA.fullmatch(self._output_dir.name) else self._output_dir
+        given = self.args.run_name
+        names = tracker_names(folder.name if given in (None, self.args.output_dir) else Path(given).name, transport)
+        self.args.run_name = names["name"]
+        offer_tracker_group(names["group"])
+
+    def _checkpoint_of_all(self, given: Any, transport: Transport) -> Path:
+        """Return this replica's checkpoint of the given step, or of the newest one that all replicas have."""
+        own = f"replica-{transport.replica}"
+        path = Path(self.args.output_dir if given is True or str(given).lower() == "true" else given)
+        path = Path(*(own if _REPLICA.fullmatch(part) else part for part in path.parts))
+        wanted = _CHECKPOINT.fullmatch(path.name)
+        if wanted is None and (path / "trainer_state.json").exists():
+            return path  # a checkpoint under a name of the user's
+        folder = path.parent if wanted else path
+        if transport.num_replicas > 1 and own not in folder.parts:
+            folder /= own
+        has = {int(found[1]) for one in folder.glob("checkpoint-*") if (found := _CHECKPOINT.fullmatch(one.name))
+               and (one / "trainer_state.json").exists()}  # written last  # fmt: skip
+        steps = [int(wanted[1])] if wanted else sorted(has, reverse=True)
+        everywhere = gather_numbers(
+            [step for step in steps if step in has], transport=transport, number=_CHECKPOINTS_CHECK, deadline_s=300.0
+        )
+        common = set(everywhere[0]).intersection(*everywhere)
+        if not common:
+            lists = "; ".join(f"replica {index}: {one or 'none'}" for index, one in enumerate(everywhere))
+            raise CheckpointError(
+                f"there is no step that all replicas have saved, as {given!r} asks for; found {lists} (this replica "
+                f"looked in {folder}); copy the missing folder, or start without resume_from_checkpoint"
+            )
+        return folder / f"checkpoint-{max(common)}"
 
     def _load_best_model(self) -> None:
         self.finish()  # what is loaded next must not be averaged with the last steps

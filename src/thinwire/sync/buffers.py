@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from thinwire.averaging.exchange import TwoPhase
-from thinwire.averaging.round_context import RoundContext
+from thinwire.averaging.round_context import RoundContext, RoundNote
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import float32
 from thinwire.sync.fragments import plain_name
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round
-from thinwire.transport.base import Transport
+from thinwire.transport.base import Envelope, Transport
 from thinwire.transport.shards import flatten, local_shard, unflatten_into
 from thinwire.transport.streams import BUFFERS
 
@@ -51,6 +51,41 @@ def average_tensors(tensors: Sequence[torch.Tensor], *, transport: Transport, nu
     round = Round(id=number, fragment=0, launch_step=0, apply_step=0)
     flight = launch(steps, round=round, deadline_s=deadline_s, in_background=transport.runs_in_background)
     unflatten_into(flight.result().mean, tensors)
+
+
+# Numbers that one replica hands to the others at once.
+_MOST_NUMBERS = 64
+
+
+def gather_numbers(own: Sequence[int], *, transport: Transport, number: int, deadline_s: float) -> list[list[int]]:
+    """Return a few whole numbers of each replica; all replicas call it together.
+
+    Args:
+        own: This replica's, below 2^63; the first 64 count.
+        transport: Joins the replicas.
+        number: The same on all replicas, another one for every call.
+        deadline_s: Seconds until a peer counts as hung.
+
+    Raises:
+        TransportError: A replica did not take part.
+    """
+    numbers = [-1] * _MOST_NUMBERS
+    numbers[: len(own)] = list(own)[:_MOST_NUMBERS]
+    payload = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+    envelope = Envelope(
+        stream=BUFFERS, key=(number,), numel=_MOST_NUMBERS, payload_bytes=payload.numel(), note=RoundNote().pack()
+    )
+    others = [peer for peer in range(transport.num_replicas) if peer != transport.replica]
+    receives = {peer: transport.receive(source=peer, envelope=envelope) for peer in others}
+    sends = [transport.send(payload, to=peer, envelope=envelope) for peer in others]
+    found = [numbers] * transport.num_replicas
+    for peer, pending in receives.items():
+        received = pending.wait(deadline_s=deadline_s)
+        assert received is not None, "a receive ends with a message"
+        found[peer] = received.payload.view(torch.int64).tolist()
+    for sent in sends:
+        sent.wait(deadline_s=deadline_s)
+    return [[one for one in numbers if one >= 0] for numbers in found]
 
 
 class LocalBuffers:

@@ -16,6 +16,7 @@ from thinwire.transport.addresses import RENDEZVOUS_FILE
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+TRACKER_GROUP = "WANDB_RUN_GROUP"
 # Rank, size, rank on this host and size on this host, as each MPI starts its ranks: Open MPI; MPICH and Intel MPI.
 _MPI = {
     "Open MPI": (
@@ -111,6 +112,11 @@ def hide_job(place: JobPlace, *, world: ReplicaWorld | None) -> None:
             LOCAL_WORLD_SIZE=str(world.local_size), MASTER_ADDR=world.master_address,
             MASTER_PORT=str(world.master_port),
         )  # fmt: skip
+
+
+def offer_tracker_group(name: str) -> None:
+    """Put the replicas' runs of Weights & Biases into one group, unless the user named one."""
+    os.environ.setdefault(TRACKER_GROUP, name)
 
 
 def pin_gpus(local_ranks: Sequence[int]) -> None:
