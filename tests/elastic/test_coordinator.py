@@ -12,7 +12,7 @@ from thinwire.elastic.coordinator_session import Neighbour
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, Message, checked_member, decode, encode
 from thinwire.errors import PayloadError
-from thinwire.training.elastic.coordinator_process import _EndOfRun
+from thinwire.training.elastic.coordinator_process import EndOfRun
 from thinwire.version import __version__
 
 
@@ -536,7 +536,7 @@ def test_a_loop_that_all_replicas_have_left_needs_no_coordinator_and_one_that_lo
     monkeypatch.setattr("thinwire.training.elastic.coordinator_process.time", clock)
     for reasons, until_s in ((("left", "has come to the end"), 11), (("left", "left after an error"), 601)):
         desk = Desk().begun()
-        end = _EndOfRun(desk.coordinator.state, threading.Event(), alone=tmp_path / "alone", idle_s=600.0)
+        end = EndOfRun(desk.coordinator.state, threading.Event(), alone=tmp_path / "alone", idle_s=600.0)
         assert not end.has_come()
         for token, reason in zip((b"a", b"b"), reasons, strict=True):
             desk.hear(token, "leave", why=reason)

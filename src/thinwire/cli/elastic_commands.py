@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # As long as a replica's process waits for a first answer; admin commands wait less.
 _ANSWER_S, _DEADLINE_S = 60.0, 10.0
+# A leader on a carrier answers when it polls; another one may have to take over first.
+_CARRIED_DEADLINE_S = 60.0
 _MAX_CHARACTERS = 4096
 
 
@@ -109,7 +111,7 @@ def join(options: JoinOptions) -> int:
 def _join_from(
     run_dir: Path, invitation: Invitation, options: JoinOptions, *, secret: Secret, path: Path | None
 ) -> int:
-    from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
+    from thinwire.cli.elastic_run import ElasticHost, coordinator_role, replica_roles, run_here
     from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOURNAL_FILE, PORT_FILE
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.transport.addresses import listen_config
@@ -122,7 +124,7 @@ def _join_from(
     for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):  # from a time as the run's first host
         (run_dir / name).unlink(missing_ok=True)
     listen = listen_config(
-        address=options.own_address, interface=options.interface, towards=invitation.host,
+        address=options.own_address, interface=options.interface, towards=invitation.host or "127.0.0.1",
         advertise=options.advertise, port_range=options.port_range,
     )  # fmt: skip
     threads = options.threads or max(1, (os.cpu_count() or 1) // (options.replicas * options.ranks_per_replica))
@@ -139,13 +141,15 @@ def _join_from(
         _check_spare(invitation, secret=secret)
     if not options.quiet:
         what = "as a spare" if options.spare else "to take part"
-        log(f"joining the job at {invitation.host}, port {invitation.port}, {what}")
+        log(f"joining the job at {invitation.place}, {what}")
     roles = replica_roles(options.replicas)
+    if invitation.carrier:  # any host may lead the run once the others are gone
+        roles = [coordinator_role(path, invitation), *roles]
     host = ElasticHost(
         run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True,
         spare=socket.gethostname() if options.spare else "",
     )  # fmt: skip
-    return run_here(roles, host=host)
+    return run_here(roles, host=host, part=(run_dir / ALONE_FILE).touch)
 
 
 def _check_spare(invitation: Invitation, *, secret: Secret) -> None:
@@ -165,7 +169,7 @@ def _folder(out: Path | None, invitation: Invitation, *, secret: Secret) -> Path
     """Return this host's folder for a job; one that holds a run is compared with the job before it is changed."""
     from thinwire.runlog.run_identity import RUN_FILE, check_folder, identity_from_json, read_identity
 
-    folder = out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
+    folder = out or Path("runs") / f"joined-{invitation.folder_name}"
     if not (folder / RUN_FILE).exists():
         return folder
     try:
@@ -299,7 +303,8 @@ def _send(verb: str, options: StatusOptions, *, target: str) -> int:
     from thinwire.cli.elastic_run import show_status
     from thinwire.elastic.coordinator_client import send_command
 
-    answer = send_command(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
+    deadline_s = _CARRIED_DEADLINE_S if invitation.carrier else _DEADLINE_S
+    answer = send_command(invitation, secret=secret, deadline_s=deadline_s, verb=verb, target=target)
     if verb == "status" or options.json:
         show_status(answer["status"], as_json=options.json)
     if not answer["ok"]:

@@ -16,7 +16,7 @@ from thinwire.cli.output import log, log_nothing, print_error
 from thinwire.cli.process_names import process_of
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.admin_commands import COME
-from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
+from thinwire.elastic.coordinator_client import connect_coordinator, send_command
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message
 from thinwire.errors import RunOver, Stopped, ThinwireError, WorkerFailed
@@ -24,10 +24,11 @@ from thinwire.training.elastic.launch import Role, launch
 from thinwire.training.elastic.remediation import DowntimeTracker, ElasticRemediation, ProcessOrder, orders_of
 from thinwire.transport.secret import Secret
 
-CUT_OFF_S = 10.0
+CUT_OFF_S, _CARRIED_CUT_OFF_S = 10.0, 60.0
 # A host that joined then reports how to go on without the first host.
 _LOST_S = 60.0
 _POLL_S, _REPORT_S, _COMMAND_S = 1.0, 15.0, 5.0
+_CARRIED_POLL_S, _CARRIED_COMMAND_S = 10.0, 30.0
 # A spare waits this long for a coordinator that has answered before and may come back.
 _ALONE_S = 600.0
 
@@ -71,14 +72,17 @@ class RunStatusPoller:
         self._is_called = not host.spare
         self._run_dir = host.run_dir
         self._orders: list[ProcessOrder] = []
-        self._line = CoordinatorConnection(host.invitation, secret=host.secret, on_message=self._on_message)
+        self._line = connect_coordinator(host.invitation, secret=host.secret, on_message=self._on_message)
+        # a request through a carrier costs money and time
+        self._every_s = _CARRIED_POLL_S if host.invitation.carrier else _POLL_S
+        self._cut_off_s = _CARRIED_CUT_OFF_S if host.invitation.carrier else CUT_OFF_S
         self._latest: dict[str, Any] | None = None
         self.status: dict[str, Any] | None = None
         self.lost = DowntimeTracker()
         self._reported: list[str] = []
         self._poll_s = self._report_s = 0.0
         self._answered_s = time.monotonic()
-        self._has_reported_loss = not host.is_joined
+        self._has_reported_loss = not host.is_joined or bool(host.invitation.carrier)  # another host takes over
 
     def poll(self) -> None:
         """Ask again when it is time, and report what has come."""
@@ -90,7 +94,7 @@ class RunStatusPoller:
                 f"Ctrl-C here, then go on from one host with: thinwire train --elastic --resume {self._run_dir}"
             )
         if now_s >= self._poll_s:
-            self._poll_s = now_s + _POLL_S
+            self._poll_s = now_s + self._every_s
             verb = "status" if self._is_called else "spare"
             self._line.send("command", verb=verb, target="" if self._is_called else self._spare)
         status, self._latest = self._latest, None
@@ -134,7 +138,7 @@ class RunStatusPoller:
         return True
 
     def is_cut_off(self) -> bool:
-        return time.monotonic() - self._answered_s > CUT_OFF_S
+        return time.monotonic() - self._answered_s > self._cut_off_s
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -166,7 +170,8 @@ def run_here(
     poller = RunStatusPoller(host, say=say)
 
     def command(verb: str, target: str) -> str:
-        answer = send_command(host.invitation, secret=host.secret, deadline_s=_COMMAND_S, verb=verb, target=target)
+        deadline_s = _CARRIED_COMMAND_S if host.invitation.carrier else _COMMAND_S
+        answer = send_command(host.invitation, secret=host.secret, deadline_s=deadline_s, verb=verb, target=target)
         return str(answer["text"]) if answer["ok"] else f"failed: {answer['text']}"
 
     hands = ElasticRemediation(run_dir, status=lambda: poller.status, send_command=command)
@@ -229,6 +234,14 @@ def alone_in(run_dir: Path) -> Iterator[None]:
             if is_new:
                 with contextlib.suppress(OSError):  # nothing was written into it
                     run_dir.rmdir()
+
+
+def coordinator_role(secret_path: Path, invitation: Invitation, *, address: str = "", port: int = 0) -> Role:
+    """Return the process of a coordinator that listens, or of one that may lead on the run's carrier."""
+    return Role(
+        name="coordinator", module=process_of("coordinator"), is_needed=False,
+        arguments=(str(secret_path), invitation.carrier or address, str(port)),
+    )  # fmt: skip
 
 
 def replica_roles(count: int) -> list[Role]:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
+from thinwire.cli.elastic_run import ElasticHost, coordinator_role, replica_roles, run_here
 from thinwire.cli.output import log
-from thinwire.cli.process_names import process_of
 from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.global_state import GlobalState, tensors_sha256
-from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
+from thinwire.elastic.mailbox import open_run
 from thinwire.elastic.one_time_invitations import INVITATIONS_FILE
 from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
@@ -27,7 +27,6 @@ from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import ElasticJob, LocalSettings, shared_places_of
-from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.run_origin import run_of
@@ -49,6 +48,8 @@ def check_elastic(config: TrainConfig) -> None:
     if config.elastic.begin_with is not None and config.elastic.begin_with < here:
         raise refusal("--begin-with is less than this host starts", got=config.elastic.begin_with,
                       allowed=f"{here} or more", remedy=f"--begin-with {here}")  # fmt: skip
+    if config.elastic.via is not None:
+        _check_via(config)
     if config.sync.overlap_steps is not None and "," in config.sync.overlap_steps:
         raise refusal(
             "--overlap-steps names replicas, which come and go with --elastic", got=config.sync.overlap_steps,
@@ -56,6 +57,17 @@ def check_elastic(config: TrainConfig) -> None:
         )  # fmt: skip
     check_ranks(config, num_ranks=config.elastic.ranks_per_replica, num_replicas=here)
     elastic(make_method(config), session=None)
+
+
+def _check_via(config: TrainConfig) -> None:
+    if config.elastic.invite_only:
+        why = "whoever has the secret reads all that lies on the carrier"
+        raise excluded("--invite-only", "--via", why=why, remedy="to leave --invite-only out")
+    if not read_invitation(str(config.elastic.via)).carrier or "#" in str(config.elastic.via):
+        raise refusal(
+            "--via names no place on a carrier", got=str(config.elastic.via).partition("#")[0],
+            allowed="a URI without a secret, such as file:///shared/runs", remedy="--via file:///shared/runs",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +166,13 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         checkpoints_of(config, run=None).remove(step)
     if begun.is_kept and begun.state is not None:  # replicas go on from checkpoints
         checkpoints_of(config, run=begun.identity).write(begun.state)
-    secret, secret_path = _secret(config, is_new=begun.is_taken_over)
+    via = config.elastic.via
+    # the run's place on a carrier follows from the secret: a resumed run has a new one
+    secret, secret_path = _secret(config, is_new=begun.is_taken_over or (via is not None and begun.state is not None))
     old = (KEY_FILE,) if begun.is_taken_over else ()  # from an earlier time as the run's first host
     for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE, INVITATIONS_FILE, *old):
         (run_dir / name).unlink(missing_ok=True)
-    key = coordinator_keys(own_key(run_dir, is_made=True) or secret).public_bytes
+    key = b"" if via else coordinator_keys(own_key(run_dir, is_made=True) or secret).public_bytes
     # the replicas wait for the coordinator by themselves, but must know where it will be
     listen = begun.local.listen()
     assert listen is not None
@@ -167,6 +181,10 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     invitation = Invitation(host=shown.host, port=shown.port, secret=secret, coordinator_key=key)
     # this host's own processes need no way through the outside
     near = Invitation(host=ANY_LOOPBACK.get(address, address), port=port, coordinator_key=key)
+    if via is not None:
+        near = read_invitation(via)
+        open_run(via, secret=secret, may_create=True)  # its processes look for it at once
+        invitation = dataclasses.replace(near, secret=secret)
     place = near.text()
     dataclasses.replace(begun.local, invitation=place, secret=str(secret_path)).save()
     if config.output.resume is not None and config.elastic.begin_with is None:
@@ -180,16 +198,14 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         if config.output.resume is not None:
             new_host = ", with this host as its first host and a new secret" if begun.is_taken_over else ""
             log(f"going on with run {begun.identity.run} from step {step}{new_host}")
-        where = " (this host has no address that others reach)" if shown.host == "127.0.0.1" else ""
+        is_near = shown.host == "127.0.0.1" and via is None
+        where = " (this host has no address that others reach)" if is_near else ""
         places = "".join(f" {flag(name)} {shlex.quote(value)}" for name, value in shared_places_of(config).items())
         how = "what this prints, once each: thinwire invite " + shlex.quote(str(run_dir))
-        address_text = how if config.elastic.invite_only else f"thinwire join -{places} <<< {invitation.text()}{where}"
+        given = shlex.quote(invitation.text()) if via else invitation.text()
+        address_text = how if config.elastic.invite_only else f"thinwire join -{places} <<< {given}{where}"
         log(f"others join with: {address_text}")
-    coordinator = Role(
-        name="coordinator", module=process_of("coordinator"), is_needed=False,
-        arguments=(str(secret_path), address, str(port)),
-    )  # fmt: skip
-    roles = [coordinator, *replica_roles(begun.local.replicas)]
+    roles = [coordinator_role(secret_path, near, address=address, port=port), *replica_roles(begun.local.replicas)]
     code = run_here(
         roles,
         host=ElasticHost(run_dir=run_dir, invitation=near, secret=secret, is_quiet=config.output.quiet),

@@ -154,11 +154,11 @@ def coordinator(arguments: Sequence[str]) -> int:
     """Run the coordinator of an elastic run.
 
     Args:
-        arguments: The run's folder, the launcher's process id, the secret's file, the address and the port. Without
-            a launcher, 0, the process goes on in the background after whoever started it has ended.
+        arguments: The run's folder, the launcher's process id, the secret's file, the address and the port; or the
+            URI of the run's carrier, where this process leads once no other does. Without a launcher, 0, the process
+            goes on in the background after whoever started it has ended.
     """
     run_dir, launcher, secret_path = Path(arguments[0]), int(arguments[1]), Path(arguments[2])
-    address, port = arguments[3], int(arguments[4])
     until = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: until.set())
@@ -171,6 +171,12 @@ def coordinator(arguments: Sequence[str]) -> int:
     from thinwire.training.elastic.launch import REFUSED
 
     try:
+        if "://" in arguments[3]:
+            from thinwire.training.elastic.carried_coordinator import coordinate_on_carrier
+
+            coordinate_on_carrier(run_dir, uri=arguments[3], secret_path=secret_path, say=_log_with_time, until=until)
+            return 0
+        address, port = arguments[3], int(arguments[4])
         coordinate(run_dir, secret_path=secret_path, address=address, port=port, say=_log_with_time, until=until)
     except (ThinwireError, ValueError) as error:
         _print_problem(error)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from thinwire.elastic.coordinator_server import (
     TOKEN_BYTES,
@@ -29,6 +29,35 @@ _LINGER_MS = 500
 # What the other end does that has not the key which is asked of it.
 _OTHER_KEY = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = _OTHER_KEY | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+class MemberConnection(Protocol):
+    """Connection to the coordinator, with automatic reconnects."""
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message soon; it waits while there is no connection."""
+        ...
+
+    def no_answer(self, *, deadline_s: float) -> ConnectError:
+        """Return the error of a coordinator that has not answered within `deadline_s`."""
+        ...
+
+    def close(self) -> None:
+        """Send queued messages, and close; may be called twice."""
+        ...
+
+
+def connect_coordinator(
+    invitation: Invitation, *, secret: Secret, on_message: Callable[[Message], None],
+    on_tick: Callable[[], None] = lambda: None, warn: Callable[[str], None] = lambda text: None,
+) -> MemberConnection:  # fmt: skip
+    """Connect to the coordinator by its address, or to whoever leads on the run's carrier."""
+    if not invitation.carrier:
+        return CoordinatorConnection(invitation, secret=secret, on_message=on_message, on_tick=on_tick)
+    from thinwire.elastic.mailbox import MailboxConnection, open_run  # imports torch, which the wire does not need
+
+    carrier = open_run(invitation.carrier, secret=secret)
+    return MailboxConnection(carrier, on_message=on_message, on_tick=on_tick, warn=warn)
 
 
 class CoordinatorConnection:
@@ -167,7 +196,7 @@ def send_command(invitation: Invitation, *, secret: Secret, deadline_s: float, *
             answers.append(message)
             has_come.set()
 
-    connection = CoordinatorConnection(invitation, secret=secret, on_message=receive)
+    connection = connect_coordinator(invitation, secret=secret, on_message=receive)
     try:
         connection.send("command", **fields)
         if not has_come.wait(deadline_s):

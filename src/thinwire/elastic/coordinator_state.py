@@ -11,8 +11,8 @@ from typing import Any
 from thinwire.elastic.data_leases import DataLeases, Lease
 from thinwire.elastic.one_time_invitations import UsedInvitations
 from thinwire.elastic.part_disputes import PartDisputes
-from thinwire.elastic.roster import LEAST_SILENCE_S, MemberState, Roster, RosterMember
-from thinwire.elastic.rounds import Decision, ElasticRounds
+from thinwire.elastic.roster import LEAST_SILENCE_S, SUSPECT_SILENCE_S, MemberState, Roster, RosterMember
+from thinwire.elastic.rounds import MESSAGE_S, Decision, ElasticRounds
 from thinwire.elastic.routing import DetourTable, SiteTable
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.events import FIRST_LAST_ROUND
@@ -181,6 +181,8 @@ class CoordinatorConfig:
     resumed_step: int = 0  # step of the checkpoint that the run resumes from, 0 where it begins from the seed
     is_invite_only: bool = False  # whether other hosts join by invitations alone
     last_step: int = 0  # the run's last inner step, 0 where it has none
+    message_s: float = MESSAGE_S  # seconds that messages of replicas may differ in on their way
+    suspect_silence_s: float = SUSPECT_SILENCE_S  # a replica silent for so long is not waited for
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -190,7 +192,7 @@ class CoordinatorState:
     config: CoordinatorConfig
 
     # Rebuilt from the journal after a restart.
-    roster: Roster = field(default_factory=Roster)
+    roster: Roster = field(init=False)
     rounds: ElasticRounds = field(init=False)
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
@@ -235,10 +237,11 @@ class CoordinatorState:
     def __post_init__(self) -> None:
         """Make the parts that need the constants of the run."""
         config = self.config
+        self.roster = Roster(suspect_silence_s=config.suspect_silence_s)
         self.rounds = ElasticRounds(
             sync_interval=config.sync_interval, overlap_steps=config.overlap_steps,
             allows_overdue=config.allows_overdue,
-            last_step=config.last_step or math.inf,
+            last_step=config.last_step or math.inf, message_s=config.message_s,
         )  # fmt: skip
         self.disputes = PartDisputes(self.roster.are_most)
         self.leases = DataLeases(shard_windows=config.shard_windows)

@@ -17,6 +17,9 @@ _TEXT = re.compile(
     r"(?:thinwire://)?(?:(?P<key>[A-Za-z2-7]+)@)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
     r"(?:/(?P<secret>[A-Za-z2-7]+))?/?"
 )
+# A store that all hosts reach. No user information: credentials have no place in an address.
+_CARRIER = re.compile(r"(?P<carrier>(?!thinwire://)[a-z][a-z0-9+]*://[^#@\s]*)(?:#(?P<secret>[A-Za-z2-7]+))?")
+_NO_NAME = re.compile(r"[^A-Za-z0-9._]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +34,24 @@ class Invitation:
         True
     """
 
-    host: str  # name or address of the coordinator's host
-    port: int
+    host: str = ""  # name or address of the coordinator's host
+    port: int = 0
     secret: Secret | None = field(default=None, repr=False)  # the job's secret, None if the URI does not contain it
     # the public key that the coordinator must prove, 32 bytes; empty for one that has no key of its own, whose key
     # follows from the secret
     coordinator_key: bytes = b""
+    # URI of the carrier on which the run lives, with no host: file:///... or s3://...
+    carrier: str = ""
+
+    @property
+    def place(self) -> str:
+        """Name of the coordinator's place in messages."""
+        return self.carrier or f"{self.host}, port {self.port}"
+
+    @property
+    def folder_name(self) -> str:
+        """Name of a joining host's folder."""
+        return _NO_NAME.sub("-", self.carrier or f"{self.host}-{self.port}").strip("-")
 
     @property
     def loop_folder(self) -> Path:
@@ -45,6 +60,8 @@ class Invitation:
 
     def text(self) -> str:
         """Return the URI; any host that has one with the secret can join and decrypt the traffic."""
+        if self.carrier:
+            return self.carrier if self.secret is None else f"{self.carrier}#{_encoded(self.secret.key)}"
         named = f"{_encoded(self.coordinator_key)}@" if self.coordinator_key else ""
         place = f"{_SCHEME}{named}{host_port(self.host, self.port)}"
         return place if self.secret is None else f"{place}/{_encoded(self.secret.key)}"
@@ -56,10 +73,15 @@ def read_invitation(text: str) -> Invitation:
     Raises:
         ValueError: It is malformed; the message names the error and the source of a valid one.
     """
+    if (carried := _CARRIER.fullmatch(text.strip())) is not None:
+        word = carried["secret"]
+        of_run = None if word is None else Secret(key=_decoded(word, what="secret behind"))
+        return Invitation(carrier=carried["carrier"].rstrip("/"), secret=of_run)
     found = _TEXT.fullmatch(text.strip())
     if found is None:
         raise refusal(
-            "the address cannot be read", got=repr(text[:60]), allowed="HOST:PORT or thinwire://KEY@HOST:PORT/SECRET",
+            "the address cannot be read", got=repr(text[:60]),
+            allowed="HOST:PORT, thinwire://KEY@HOST:PORT/SECRET, or file:///FOLDER#SECRET and other stores",
             remedy="the whole address that the host of thinwire train --elastic printed",
         )  # fmt: skip
     port = int(found["port"])

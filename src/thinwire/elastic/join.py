@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.elastic.coordinator_client import CoordinatorConnection
+from thinwire.elastic.carried_blobs import CarriedBlobs
+from thinwire.elastic.coordinator_client import MemberConnection, connect_coordinator
 from thinwire.elastic.coordinator_session import CoordinatorSession, Neighbour, PeerActivity, RoundLimits
 from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.mailbox import MailboxConnection
 from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
 from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.errors import Refused, RunOver
@@ -24,6 +26,8 @@ from thinwire.transport.wire.wire_transport import WireTransport
 from thinwire.version import __version__
 
 _NOT_THERE_S = 30.0
+# In place of an address where replicas do not connect to each other.
+_ON_CARRIER = Address(host="carrier", port=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class Membership:
     transport: RecordingRequestTransport  # its connections
     library: BlobStore  # blob store of this replica
     rounds: ReplicaRounds  # the engine's interface to elastic rounds
-    connection: CoordinatorConnection  # its connection to the coordinator
+    connection: MemberConnection  # its connection to the coordinator
 
     @property
     def replica(self) -> int:
@@ -126,7 +130,8 @@ def join(
         invitation: Where its coordinator is.
         secret: Secret of the job, or the key of an invitation.
         plan_of: Reads what the session needs from the job.
-        listen: Where this replica listens; None for the address from which the coordinator is reached.
+        listen: Where this replica listens; None for the address from which the coordinator is reached. Unused on a
+            carrier.
         deadline_s: Seconds to wait for the coordinator.
         warn: Called later while the coordinator is silent.
 
@@ -139,23 +144,23 @@ def join(
         Refused: It takes no replica of this kind; with the remedy.
         RunOver: The run has ended.
     """
-    listen = listen or ListenConfig(address=address_towards(invitation.host))
     handshake = _Handshake()
-    connection = CoordinatorConnection(invitation, secret=secret, on_message=handshake.receive, on_tick=handshake.tick)
+    connection = connect_coordinator(
+        invitation, secret=secret, on_message=handshake.receive, on_tick=handshake.tick, warn=warn
+    )
     try:
         welcome = _request_join(connection, handshake, invitation, deadline_s=deadline_s)
         replica, job = welcome["replica"], welcome["job"]
         if welcome["secret"]:  # an invitation opens the way to the coordinator alone
             secret = Secret(key=bytes.fromhex(welcome["secret"]))
         plan = plan_of(job)
-        wire = WireTransport(
-            replica=replica,
-            num_replicas=plan.num_replicas,
-            secret=secret,
-            address=listen.address,
-            ports=listen.candidates,
-            is_open=True,
-        )
+        wire = None
+        if not invitation.carrier:
+            listen = listen or ListenConfig(address=address_towards(invitation.host))
+            wire = WireTransport(
+                replica=replica, num_replicas=plan.num_replicas, secret=secret, address=listen.address,
+                ports=listen.candidates, is_open=True,
+            )  # fmt: skip
     except BaseException as error:
         if handshake.welcome is not None:  # the coordinator gave it a number, and reports why nothing comes of it
             connection.send("leave", why=f"could not take part: {error}")
@@ -163,11 +168,21 @@ def join(
         raise
     session = CoordinatorSession(
         replica=replica, interval_steps=plan.interval_steps, send=connection.send,
-        on_roster=lambda neighbours: _update_peers(wire, neighbours, replica=replica), warn=warn,
-        activity=PeerActivity(wire), limits=plan.limits,
+        on_roster=lambda neighbours: None if wire is None else _update_peers(wire, neighbours, replica=replica),
+        warn=warn, activity=PeerActivity(wire), limits=plan.limits,
     )  # fmt: skip
-    transport = RecordingRequestTransport(wire)
-    library = BlobStore(transport)
+    if isinstance(connection, MailboxConnection):
+        blobs = CarriedBlobs(
+            connection.carrier, replica=replica, num_replicas=plan.num_replicas, budget=connection.budget, warn=warn,
+            uploads_bulk=lambda: min(session.active()) == replica,
+        )  # fmt: skip
+        transport = RecordingRequestTransport(blobs)
+        blobs.log = transport.log
+        library = BlobStore(transport, mirror=blobs)
+    else:
+        assert wire is not None
+        transport = RecordingRequestTransport(wire)
+        library = BlobStore(transport)
     rounds = ReplicaRounds(session, library)
     library.is_past = rounds.is_past
     _report_losses(transport, session)
@@ -176,11 +191,11 @@ def join(
     membership = Membership(
         job=job, session=session, transport=transport, library=library, rounds=rounds, connection=connection
     )
-    return membership, listen.advertised(wire.port)
+    return membership, _ON_CARRIER if wire is None or listen is None else listen.advertised(wire.port)
 
 
 def _request_join(
-    connection: CoordinatorConnection, handshake: _Handshake, invitation: Invitation, *, deadline_s: float
+    connection: MemberConnection, handshake: _Handshake, invitation: Invitation, *, deadline_s: float
 ) -> Message:
     until_s = time.monotonic() + deadline_s
     host = socket.gethostname()
@@ -192,7 +207,7 @@ def _request_join(
     if handshake.refusal == RUN_OVER:
         raise RunOver(RUN_OVER)
     if handshake.welcome is None:
-        raise Refused(f"the coordinator at {invitation.host} refuses this replica: {handshake.refusal}")
+        raise Refused(f"the coordinator at {invitation.place} refuses this replica: {handshake.refusal}")
     return handshake.welcome
 
 

@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -219,6 +219,19 @@ def _decode(raw: bytes) -> list[dict[str, Any]]:
     return found
 
 
+class PendingJournal(Protocol):
+    """What messages wait for: lines that are not written yet."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether lines wait in memory."""
+        ...
+
+    def flush(self) -> bool:
+        """Write them; return whether none is left."""
+        ...
+
+
 class HeldMessages:
     """Holds messages back while the journal lacks lines that they may depend on.
 
@@ -226,7 +239,7 @@ class HeldMessages:
     are lost as on a broken connection, and replicas ask for them again.
     """
 
-    def __init__(self, journal: Journal, *, send: Callable[[bytes, str, dict[str, Any]], None]) -> None:
+    def __init__(self, journal: PendingJournal, *, send: Callable[[bytes, str, dict[str, Any]], None]) -> None:
         self._journal = journal
         self._send = send
         self._held: deque[tuple[bytes, str, dict[str, Any]]] = deque()

@@ -95,8 +95,9 @@ class Roster:
         ['alpha', 'beta']
     """
 
-    def __init__(self, *, next_replica: int = 0) -> None:
+    def __init__(self, *, next_replica: int = 0, suspect_silence_s: float = SUSPECT_SILENCE_S) -> None:
         self.next_replica = next_replica
+        self._suspect_silence_s = suspect_silence_s
         self._members: dict[int, RosterMember] = {}
         self._by_token: dict[bytes, int] = {}
         self._gaps = AdaptiveTimeout(least_s=LEAST_SILENCE_S, most_s=MOST_SILENCE_S)
@@ -181,7 +182,7 @@ class Roster:
         Only where most others say so: one that lies, or whose own link broke, suspects none for all.
         """
         member = self._members.get(replica)
-        if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
+        if member is not None and now_s - member.heard_s < self._suspect_silence_s:
             member.suspected_by.add(by)
             others = set(self.active) - {replica}
             member.is_suspect = self.are_most(member.suspected_by & others, others)
@@ -211,10 +212,10 @@ class Roster:
         if member.is_awaited:  # it dials again, with growing back-off
             return MOST_SILENCE_S
         others = [other for other in self._members.values() if other is not member]
-        num_silent = sum(now_s - other.heard_s > SUSPECT_SILENCE_S for other in others)
+        num_silent = sum(now_s - other.heard_s > self._suspect_silence_s for other in others)
         # where half of the others are silent too, this host's own link is more likely cut
         has_died = member.is_suspect and (2 * num_silent < len(others) or not others)
-        return SUSPECT_SILENCE_S if has_died else self.silence_s
+        return self._suspect_silence_s if has_died else self.silence_s
 
     @property
     def number(self) -> int:
@@ -248,7 +249,7 @@ class Roster:
             member
             for member in self.in_state(MemberState.ACTIVE)
             if member.is_awaited
-            or not (now_s - member.heard_s >= SUSPECT_SILENCE_S or member.is_suspect or member.is_paused)
+            or not (now_s - member.heard_s >= self._suspect_silence_s or member.is_suspect or member.is_paused)
         ]
 
     def ahead_s(self, member: RosterMember) -> float:

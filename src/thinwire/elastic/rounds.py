@@ -23,7 +23,7 @@ _SHARE_OF_INTERVAL = 0.1
 # counts without being waited for. So it is waited for again after so many rounds in time in a row, or in one of 16.
 _RETRY_ROUNDS, _SLOW_RETRY_ROUNDS = 4, 16
 # Seconds beyond the steps, for the scheduler and the messages; and the grace before any step time is known.
-_MESSAGES_S, _UNKNOWN_GRACE_S = 0.3, 30.0
+MESSAGE_S, _UNKNOWN_GRACE_S = 0.3, 30.0
 # Bounds in seconds of the wait for votes after the first one.
 _MIN_VOTE_S, _MAX_VOTE_S = 2.0, 60.0
 # A mean that a single replica holds is lost with it, and the others could never apply it. A second holder that is near
@@ -92,6 +92,7 @@ class ElasticRounds:
         overlap_steps: tau, inner steps.
         allows_overdue: Whether training goes on where a result is overdue, so that thin links may take longer.
         last_step: The run's last inner step: rounds in flight then are awaited by all.
+        message_s: Seconds that messages to the coordinator may differ in.
 
     Attributes:
         decisions: The latest, by round.
@@ -104,8 +105,9 @@ class ElasticRounds:
     """
 
     def __init__(
-        self, *, sync_interval: int, overlap_steps: int, allows_overdue: bool = False, last_step: float = math.inf
-    ) -> None:
+        self, *, sync_interval: int, overlap_steps: int, allows_overdue: bool = False, last_step: float = math.inf,
+        message_s: float = MESSAGE_S,
+    ) -> None:  # fmt: skip
         self.decisions: dict[int, Decision] = {}
         self.decided_step = 0
         self._claims: dict[int, int] = {}  # by replica that is there, the furthest step that its messages show
@@ -122,7 +124,8 @@ class ElasticRounds:
         overdue_steps = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._overdue_steps = overdue_steps if allows_overdue else 0.0
         self._last_step = last_step
-        self._spreads = AdaptiveTimeout(least_s=_MIN_VOTE_S, most_s=_MAX_VOTE_S)
+        self._spreads = AdaptiveTimeout(least_s=max(_MIN_VOTE_S, 3 * message_s), most_s=_MAX_VOTE_S)
+        self._message_s = message_s
 
     @property
     def step(self) -> int:
@@ -150,7 +153,7 @@ class ElasticRounds:
         Args:
             step_s: Seconds of an inner step; 0 where it is unknown.
         """
-        return _UNKNOWN_GRACE_S if step_s <= 0 else (self.grace_steps + 1) * step_s + _MESSAGES_S
+        return _UNKNOWN_GRACE_S if step_s <= 0 else (self.grace_steps + 1) * step_s + self._message_s
 
     @property
     def vote_s(self) -> float:
@@ -347,7 +350,7 @@ class ElasticRounds:
         is_at_end = round_id >= FIRST_LAST_ROUND or one.launch_step + self._overdue_steps > self._last_step
         if not self._overdue_steps or is_at_end:
             return 0.0
-        return one.first_s + (self._overdue_steps + 1) * step_s + _MESSAGES_S
+        return one.first_s + (self._overdue_steps + 1) * step_s + self._message_s
 
     def restart(self, step: int) -> None:
         """Forget all rounds: the run goes on from an earlier state."""

@@ -210,6 +210,8 @@ class ElasticConfig:
     """Port of the coordinator; 0 chooses a free one."""
     begin_with: int | None = option(None, is_free=True)
     """Replicas on all hosts that must have joined before the first step. Default: --replicas."""
+    via: str | None = option(None, is_free=True, is_local=True)
+    """Run through a store that all hosts reach, such as file:///FOLDER; hosts only dial out."""
     invite_only: bool = option(False, is_free=True)
     """Let other hosts join by one-time invitations of thinwire invite only."""
     checkpoint_to: str | None = option(None, is_free=True, is_place=True)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -201,6 +202,18 @@ class BlobFetch:
         self._ask.on_finish(callback)
 
 
+class BlobMirror(Protocol):
+    """Place where published blobs are copied to, for transports whose replicas do not ask each other."""
+
+    def put(self, name: bytes, payload: torch.Tensor, *, is_bulk: bool) -> None:
+        """Copy a blob soon; it does not change until `remove`."""
+        ...
+
+    def remove(self, name: bytes) -> None:
+        """Delete the copy soon, if there is one."""
+        ...
+
+
 class BlobStore:
     """Blobs of this replica for others, and access to theirs. Thread-safe.
 
@@ -209,6 +222,7 @@ class BlobStore:
             store before others can send requests.
         is_past: Returns whether an unpublished name will never be published, so that no replica waits for it; called
             from the transport's thread, it must be quick.
+        mirror: Takes a copy of each blob; None where others request them here.
 
     Example:
         >>> from thinwire.transport.secret import Secret
@@ -226,9 +240,13 @@ class BlobStore:
         (None, None)
     """
 
-    def __init__(self, transport: RequestTransport, *, is_past: Callable[[bytes], bool] = lambda name: False) -> None:
+    def __init__(
+        self, transport: RequestTransport, *, is_past: Callable[[bytes], bool] = lambda name: False,
+        mirror: BlobMirror | None = None,
+    ) -> None:  # fmt: skip
         self._transport = transport
         self._is_past = is_past
+        self._mirror = mirror
         self._lock = threading.RLock()
         self._blobs: dict[bytes, _Blob] = {}
         self._withdrawn: dict[bytes, None] = {}
@@ -295,6 +313,8 @@ class BlobStore:
             self._withdrawn.pop(name, None)
             self._blobs[name] = blob
             asks = self._waiting.pop(name, {})
+        if self._mirror is not None:
+            self._mirror.put(name, payload, is_bulk=is_bulk)
         self._serve(asks, blob)
 
     def withdraw(self, name: bytes) -> None:
@@ -305,6 +325,8 @@ class BlobStore:
             while len(self._withdrawn) > MOST_WITHDRAWN:
                 del self._withdrawn[next(iter(self._withdrawn))]
             asks = self._waiting.pop(name, {})
+        if self._mirror is not None:
+            self._mirror.remove(name)
         self._serve(asks, None)
 
     def forget_past(self) -> None:
@@ -314,6 +336,9 @@ class BlobStore:
             for name in past:
                 self._blobs.pop(name, None)
             asks = [ask for name in past for ask in self._waiting.pop(name, {})]
+        if (mirror := self._mirror) is not None:
+            for name in past:
+                mirror.remove(name)
         self._serve(asks, None)
 
     def get(self, source: int, name: bytes, *, most_bytes: int) -> BlobFetch:

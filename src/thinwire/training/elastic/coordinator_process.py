@@ -40,6 +40,17 @@ _DISK_CHECK_S = 1.0
 _MAX_DISK_REPORTS = 100
 
 
+def coordinator_config(job: Mapping[str, Any], **more: float) -> CoordinatorConfig:
+    """Return the constants of a run that a job describes."""
+    return CoordinatorConfig(
+        job=job, initial_replicas=job["begin_with"], last_step=job["last_step"],
+        sync_interval=job["sync_interval"], overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"],
+        part_share=job.get("part_share", 0.0), allows_overdue=job.get("allows_overdue", False),
+        start_timeout_s=job["start_timeout_s"], resumed_step=job["resumed_step"],
+        is_invite_only=job.get("is_invite_only", False), **more,
+    )  # fmt: skip
+
+
 def coordinate(
     run_dir: Path, *, secret_path: Path, address: str, port: int, say: Callable[[str], None],
     until: threading.Event,
@@ -63,16 +74,9 @@ def coordinate(
     if known != (address, server.port):  # else there may be no room for it
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")
     held = HeldMessages(journal, send=server.send)
-    config = CoordinatorConfig(
-        job=job, initial_replicas=job["begin_with"], last_step=job["last_step"],
-        sync_interval=job["sync_interval"], overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"],
-        part_share=job.get("part_share", 0.0), allows_overdue=job.get("allows_overdue", False),
-        start_timeout_s=job["start_timeout_s"], resumed_step=job["resumed_step"],
-        is_invite_only=job.get("is_invite_only", False),
-    )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
     coordinator = Coordinator(
-        config,
+        coordinator_config(job),
         send=held.send,
         record=journal.write,
         generation=server.generation,
@@ -80,7 +84,7 @@ def coordinate(
         secret=secret,
     )
     coordinator.replay(journal.lines, now_s=time.monotonic())
-    end = _EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE, idle_s=job.get("idle_s"))
+    end = EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE, idle_s=job.get("idle_s"))
     disk = _DiskCheck(run_dir, journal=journal, report=coordinator.report)
 
     def turn() -> None:
@@ -150,7 +154,7 @@ def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path)
         )
 
 
-class _EndOfRun:
+class EndOfRun:
     """Whether the coordinator has nothing left to do.
 
     `alone` exists once this host has no replicas any more; after `idle_s` without any replica it ends too.

@@ -177,7 +177,7 @@ class _Stay:
         self._recorder: Recorder | None = None
         self._kept: LocalSnapshot | None = None
         self._held: HeldState | None = None
-        self._is_from_held = self._has_moments = False
+        self._is_from_held = self._has_moments = self._is_carried = False
         self.why = "left"
         self.fault = ""
 
@@ -206,8 +206,10 @@ class _Stay:
         return session.interval_steps * (session.pace.step_s or session.step_s) or 1.0
 
     def live(self) -> bool:
+        invitation = read_invitation(self._settings.invitation)
+        self._is_carried = bool(invitation.carrier)
         self._stay = stay = ElasticStay(
-            read_invitation(self._settings.invitation), secret=self._secret, read_job=ElasticJob.from_json,
+            invitation, secret=self._secret, read_job=ElasticJob.from_json,
             listen=self._settings.listen(), report=self._report,
         )  # fmt: skip
         with suppress(OSError):  # a full disk must not end a replica; only restarts on request need the file
@@ -365,7 +367,8 @@ class _Stay:
             kept=self._kept, held=self._held, may_begin_early=parts.job.allows_overdue and self._rank0 is None,
         )  # fmt: skip
         self._held = None
-        is_with_coordinator = read_port(config.run_dir) is not None
+        # a first host on a carrier has no port; others' records stay with them, since each is paid for there
+        is_with_coordinator = read_port(config.run_dir) is not None or self._is_carried
         forward = None if is_with_coordinator else RecordForward(membership.session)
         self._recorder = Recorder(config.run_dir, rank=membership.replica, warn=self._report, forward=forward)
         self._recorder.follow(membership.transport, parts.optimizer.engine)
