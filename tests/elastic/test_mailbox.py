@@ -12,7 +12,7 @@ import torch
 
 from thinwire.carriers.memory import CarrierFault, MemoryCarrier, MemoryStore
 from thinwire.elastic import mailbox
-from thinwire.elastic.carried_blobs import CarriedBlobs, RequestBudget
+from thinwire.elastic.carried_blobs import CarriedBlobs, PollBudget
 from thinwire.elastic.carried_journal import CarriedJournal, run
 from thinwire.elastic.mailbox import LeaderWatch, MailboxConnection, open_run
 from thinwire.elastic.protocol import VERSION
@@ -167,7 +167,7 @@ def test_expired_credentials_pause_a_replica_and_lose_nothing(tmp_path: Path, cl
 def test_a_watch_sees_a_leader_that_is_gone_or_has_resigned() -> None:
     store, now = MemoryStore(is_virtual=True), [0.0]
     carrier = MemoryCarrier(store)
-    budget = RequestBudget(an_hour=UNLIMITED, now=lambda: now[0])
+    budget = PollBudget(an_hour=UNLIMITED, now=lambda: now[0])
     watch = LeaderWatch(carrier, budget=budget, gone_s=10.0, now=lambda: now[0])
     server = mailbox.MailboxServer(carrier, term=3, generation="g", say=print, budget=budget, now=lambda: now[0])
     server.flush()
@@ -187,7 +187,7 @@ def blob(*values: int) -> torch.Tensor:
 
 
 def test_a_blob_is_uploaded_once_and_read_by_all_under_its_name(closing: list[Any]) -> None:
-    store, budget = MemoryStore(), RequestBudget(an_hour=UNLIMITED)
+    store, budget = MemoryStore(), PollBudget(an_hour=UNLIMITED)
     carriers = [MemoryCarrier(store) for _ in range(3)]
     wires = [CarriedBlobs(one, replica=index, num_replicas=3, budget=budget) for index, one in enumerate(carriers)]
     stores = [BlobStore(wire, mirror=wire) for wire in wires]

@@ -33,7 +33,7 @@ _DEADLINE_S = 600.0
 _BULK, _PARTS = 1, 0
 
 
-class RequestBudget:
+class PollBudget:
     """Requests of one process: what must be sent is counted, and polls wait until the budget has room for them.
 
     Args:
@@ -42,7 +42,7 @@ class RequestBudget:
 
     Example:
         >>> clock = iter([0.0, 0.0, 0.0, 100.0, 101.0])
-        >>> budget = RequestBudget(an_hour=3600, now=lambda: next(clock))
+        >>> budget = PollBudget(an_hour=3600, now=lambda: next(clock))
         >>> budget.spend(400)
         >>> budget.wait_s(), budget.wait_s()  # 300 are there at once, 1 more each second
         (101.0, 1.0)
@@ -82,7 +82,7 @@ class RequestBudget:
 class PollPace:
     """Times of polls: quick after something came or was asked, then slower and slower, within the budget."""
 
-    def __init__(self, budget: RequestBudget, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, budget: PollBudget, *, now: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self._now = now
         self._interval_s = _LEAST_POLL_S
@@ -145,7 +145,7 @@ class CarriedBlobs:
     runs_in_background = True
 
     def __init__(
-        self, carrier: Carrier, *, replica: int, num_replicas: int, budget: RequestBudget,
+        self, carrier: Carrier, *, replica: int, num_replicas: int, budget: PollBudget,
         uploads_bulk: Callable[[], bool] = lambda: True, warn: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.on_request: Callable[[int, int, bytes], None] | None = None

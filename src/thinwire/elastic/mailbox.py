@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from thinwire.elastic.carried_blobs import PollPace, RequestBudget
+from thinwire.elastic.carried_blobs import PollBudget, PollPace
 from thinwire.elastic.carried_journal import LostLeadership
 from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, NotThere, PayloadError, ThinwireError, TransportError, refusal
@@ -121,7 +121,7 @@ def _read(carrier: Carrier, name: str, kind: type[Any], *, most_bytes: int = _MO
 class BroadcastReader:
     """Reads a run's broadcasts in order, and finds the term and batch that are current."""
 
-    def __init__(self, carrier: Carrier, *, budget: RequestBudget, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, carrier: Carrier, *, budget: PollBudget, now: Callable[[], float] = time.monotonic) -> None:
         self._carrier = carrier
         self._budget = budget
         self._now = now
@@ -168,7 +168,7 @@ class LeaderWatch:
     """
 
     def __init__(
-        self, carrier: Carrier, *, budget: RequestBudget, gone_s: float = GONE_S,
+        self, carrier: Carrier, *, budget: PollBudget, gone_s: float = GONE_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._carrier, self._budget, self._gone_s, self._now = carrier, budget, gone_s, now
@@ -198,12 +198,12 @@ class MailboxConnection:
 
     def __init__(
         self, carrier: Carrier, *, on_message: Callable[[Message], None], on_tick: Callable[[], None] = lambda: None,
-        budget: RequestBudget | None = None, warn: Callable[[str], None] = lambda text: None,
+        budget: PollBudget | None = None, warn: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.carrier = carrier
         self._on_message, self._on_tick, self._warn = on_message, on_tick, warn
         self.token = b"t" + secrets.token_bytes(_TOKEN_BYTES - 1)
-        self.budget = budget or RequestBudget(an_hour=carrier.limits().requests_per_hour)
+        self.budget = budget or PollBudget(an_hour=carrier.limits().requests_per_hour)
         self._reader = BroadcastReader(carrier, budget=self.budget)
         self._pace = PollPace(self.budget)
         self._lock = threading.Lock()
@@ -315,11 +315,11 @@ class MailboxServer:
 
     def __init__(
         self, carrier: Carrier, *, term: int, generation: str, say: Callable[[str], None],
-        budget: RequestBudget | None = None, now: Callable[[], float] = time.monotonic,
+        budget: PollBudget | None = None, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._carrier, self._term, self._say, self._now = carrier, term, say, now
         self.generation = generation
-        self.budget = budget or RequestBudget(an_hour=carrier.limits().requests_per_hour, now=now)
+        self.budget = budget or PollBudget(an_hour=carrier.limits().requests_per_hour, now=now)
         self._pace = PollPace(self.budget, now=now)
         self._outgoing: dict[bytes, dict[bytes, None]] = {}  # by message, the tokens that it is for
         self._latest: dict[tuple[bytes, str], bytes] = {}  # by token and kind

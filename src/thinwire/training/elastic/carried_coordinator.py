@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.elastic.carried_blobs import RequestBudget
+from thinwire.elastic.carried_blobs import PollBudget
 from thinwire.elastic.carried_journal import CarriedJournal, JournalWriter, LostLeadership, run
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.journal import HeldMessages, read_journal
@@ -66,7 +66,7 @@ def coordinate_on(
         gone_s: Seconds without a sign of a leader after which this process tries to lead.
         look_s: Seconds between two looks.
     """
-    budget = RequestBudget(an_hour=carrier.limits().requests_per_hour)
+    budget = PollBudget(an_hour=carrier.limits().requests_per_hour)
     watch = LeaderWatch(carrier, budget=budget, gone_s=gone_s)
     is_first = bool(first_lines)
     while not (until.is_set() or (run_dir / ALONE_FILE).exists()):
@@ -111,7 +111,7 @@ def _job_of(lines: list[dict[str, Any]], first_lines: list[dict[str, Any]]) -> d
 
 
 def _lead(
-    journal: CarriedJournal, *, run_dir: Path, budget: RequestBudget, say: Callable[[str], None],
+    journal: CarriedJournal, *, run_dir: Path, budget: PollBudget, say: Callable[[str], None],
     until: threading.Event, first_lines: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     job = _job_of(journal.lines, first_lines)
