@@ -108,7 +108,9 @@ SIDES: Mapping[str, Side] = {
     ),
     "power-sgd": Side(settings=_sgd("power-sgd")),
     "local-sgd": Side(settings=_sgd("local-sgd", arguments=_EVERY_10)),
-    "slowmo": Side(settings=_sgd("slowmo", arguments=_EVERY_10)),
+    "slowmo": Side(
+        settings=_sgd("slowmo", arguments=_EVERY_10), variants=({}, {"outer_momentum": 0.2}, {"outer_momentum": 0.7})
+    ),
     "SGD": Side(settings=_sgd("all-reduce", "plain-sgd"), lrs=_NO_MOMENTUM),
     "error feedback (EF14)": Side(
         settings=_sgd("dgc", "plain-sgd", arguments={"density": 0.01, "momentum": 0.0, "selection": "exact"}),

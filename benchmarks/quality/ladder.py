@@ -54,7 +54,7 @@ class Side:
         """Return the runs to do next, given the losses of those that are stored; none where the side is done."""
         if self.entry.follows:
             rate = self.leader().settled_lr(losses)
-            wanted = [] if rate is None else [self.settings(lr=rate, seed=0)]
+            wanted = [] if rate is None else [self.settings(lr=rate, seed=seed) for seed in range(self.entry.seeds)]
             return [one for one in wanted if key_of(one) not in losses]
         grid = self.grid(losses)
         missing = [one for lr in grid if key_of(one := self.settings(lr=lr, seed=0)) not in losses]
@@ -85,7 +85,8 @@ class Side:
     def leader(self) -> Side:
         """Return the side whose learning rate this one takes."""
         entry = next(entry for entry in ENTRIES if entry.name == self.entry.follows)
-        return Side(self.rung, entry, self.replicas, self.share_of)
+        replicas = self.replicas if self.replicas in entry.replicas else entry.replicas[0]
+        return Side(self.rung, entry, replicas, self.share_of)
 
     def settled_lr(self, losses: dict[str, float]) -> float | None:
         """Return the best learning rate, or None before all of the grid have run."""

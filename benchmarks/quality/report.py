@@ -48,6 +48,7 @@ _NAMED = (BASELINE, "streaming-diloco", "diloco", "iso-loco", "local-sgd", "powe
 _GREY = 7
 _MOST_GAP = 0.15  # of the baseline's loss: points above it would press all others together
 _SHORT = {
+    "data-parallel, Muon, mean of 16 values": "DP Muon mean", "muloco, H 16, mean of 16 values": "muloco H16 mean",
     "streaming-sparse-loco": "stream sparse", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
     "Muon inside, 2 bits, ": "Muon, ", ", less momentum": "", "Muon inside": "Muon",
     "E3M0 with error feedback": "E3M0 + EF", "2 bits, H 120": "2 bits H120",

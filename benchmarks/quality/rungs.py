@@ -76,7 +76,7 @@ RUNGS: Mapping[str, Rung] = MappingProxyType(
             name="A", dim=64, layers=2, heads=2, tokenizer="bytes", vocab_size=257, seq_len=64, windows=16, steps=2600,
             num_parameters=115_136,
             lrs={"all": (3e-3, 6e-3, 1e-2), "local": (1.5e-3, 3e-3, 6e-3), "sgd": (0.05, 0.1, 0.2),
-                 "sign": (5e-4, 1e-3, 2e-3), "mean": (6e-3, 1e-2, 1.7e-2)},
+                 "sign": (5e-4, 1e-3, 2e-3)},
         ),
         "B": Rung(
             name="B", dim=96, layers=4, heads=3, tokenizer="bpe", vocab_size=512, seq_len=128, windows=16, steps=4830,
@@ -109,7 +109,8 @@ class Entry:
         share_of: The replica trains alone, with the share of the batch that one of so many has.
         budgets: Shares of the rung's steps, with schedules of their own; more than 1 only for the baseline.
         rungs: Where it runs.
-        follows: An entry whose learning rate it takes, with seed 0 alone: a point of a curve, and no competitor.
+        follows: An entry whose learning rate it takes: a point of a curve.
+        seeds: Seeds of an entry that follows another.
         mean_of: The loss is that of the mean of so many last global values, one every `SYNC_INTERVAL` steps, which
             costs no bytes; 0 for that of the last one.
     """
@@ -124,6 +125,7 @@ class Entry:
     budgets: tuple[float, ...] = (1.0,)
     rungs: str = "A"
     follows: str = ""
+    seeds: int = 1
     mean_of: int = 0
 
 
@@ -152,11 +154,11 @@ ENTRIES: tuple[Entry, ...] = (
           options=_ISO | {"outer_lr": 1.0, "outer_momentum": 0.6}, replicas=(2, 4)),
     Entry(name="streaming-diloco, Muon inside", method="streaming-diloco", inner="muon",
           options=_STREAMING | {"outer_lr": 0.7, "outer_momentum": 0.6}, replicas=(2, 4)),
-    Entry(name="data-parallel, Muon, mean of 16 values", method="all-reduce", replicas=(1,), inner="muon", grid="mean",
-          mean_of=16),
+    Entry(name="data-parallel, Muon, mean of 16 values", method="all-reduce", replicas=(1,), inner="muon", mean_of=16,
+          follows="data-parallel, Muon", seeds=3),
     # in two bits at half the interval: the bytes of E3M0
-    Entry(name="muloco, H 16, mean of 16 values", method="muloco", replicas=(2, 4), inner="muon", grid="mean",
-          mean_of=16, options={"sync_interval": 16}),
+    Entry(name="muloco, H 16, mean of 16 values", method="muloco", replicas=(2, 4), inner="muon", mean_of=16,
+          follows="data-parallel, Muon", seeds=3, options={"sync_interval": 16}),
     *(
         Entry(name=f"iso-loco, {word} {value}", method="iso-loco", replicas=(2,), follows="iso-loco",
               options=_ISO | {option: value})
