@@ -20,53 +20,17 @@ from thinwire.cli.run import ScriptOptions
 NEEDS_TRANSFORMERS = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'thinwire[hf]'"
 )
-# Trains whole; then again, stopped by an error at step 8, and goes on from the checkpoint of that step.
-TRAINER = """
+# A loop of Accelerate, and trainers of Lightning and transformers: each whole, then again from a checkpoint. That
+# of transformers is stopped by an error first.
+SCRIPT = """
+import hashlib
 import sys
 
-import datasets
-import torch
-import transformers
-
-
-class Stop(transformers.TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 8:
-            raise InterruptedError
-
-
-def train(callbacks=(), checkpoint=None, **more):
-    args = transformers.TrainingArguments(
-        sys.argv[1], max_steps=12, per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True, save_steps=4,
-        learning_rate=1e-2, report_to="tensorboard", push_to_hub=False, **more)
-    transformers.set_seed(args.seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    tokens = torch.randint(0, 64, (65, 16)).tolist()
-    data = datasets.Dataset.from_dict({"input_ids": tokens, "labels": tokens})
-    trainer = transformers.Trainer(
-        model=transformers.LlamaForCausalLM(config), args=args, train_dataset=data, callbacks=list(callbacks))
-    trainer.remove_callback(transformers.integrations.TensorBoardCallback)
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    except InterruptedError:
-        return
-    trainer.save_model(args.output_dir + "/" + str(checkpoint is not None))
-    print("trackers:", args.report_to, "examples:", len(trainer.train_dataset))
-
-
-train()
-train([Stop()])
-train(checkpoint=sys.argv[1] + "/replica-0/checkpoint-8")
-"""
-
-# A loop of Accelerate and a Trainer of Lightning, each whole, then again from the end of its first epoch.
-LOOPS = """
-import hashlib
-
 import accelerate
+import datasets
 import lightning
 import torch
+import transformers
 from torch.utils.data import DataLoader
 
 
@@ -133,6 +97,36 @@ def by_lightning(checkpoint=None):
 
 print("accelerate", accelerated(), accelerated("states/epoch_0"))
 print("lightning", by_lightning(), by_lightning("light/replica-0/checkpoints/epoch=0-step=8.ckpt"))
+
+class Stop(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 8:
+            raise InterruptedError
+
+
+def train(callbacks=(), checkpoint=None, **more):
+    args = transformers.TrainingArguments(
+        sys.argv[1], max_steps=12, per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True, save_steps=4,
+        learning_rate=1e-2, report_to="tensorboard", push_to_hub=False, **more)
+    transformers.set_seed(args.seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    tokens = torch.randint(0, 64, (65, 16)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": tokens, "labels": tokens})
+    trainer = transformers.Trainer(
+        model=transformers.LlamaForCausalLM(config), args=args, train_dataset=data, callbacks=list(callbacks))
+    trainer.remove_callback(transformers.integrations.TensorBoardCallback)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except InterruptedError:
+        return
+    trainer.save_model(args.output_dir + "/" + str(checkpoint is not None))
+    print("trackers:", args.report_to, "examples:", len(trainer.train_dataset))
+
+
+train()
+train([Stop()])
+train(checkpoint=sys.argv[1] + "/replica-0/checkpoint-8")
 """
 
 
@@ -148,29 +142,13 @@ def test_the_options_are_those_that_were_agreed_on() -> None:
 
 
 @NEEDS_TRANSFORMERS
-def test_a_trainer_ends_equal_on_two_replicas_and_resumes_to_the_bits_of_the_whole_run(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINER)
-    found = run("--replicas", "2", "--method-option", "sync_interval=5", "train.py", "out", at=tmp_path)
-    assert found.returncode == 0, found.stderr
-    models = [path.read_bytes() for path in sorted((tmp_path / "out").glob("replica-*/*/model.safetensors"))
-              if "checkpoint" not in str(path)]  # fmt: skip
-    assert len(models) == 4 and len({hashlib.sha256(model).hexdigest() for model in models}) == 1
-    assert re.search(r"ended equal after 32 steps, sha256 \w{16}\n", found.stderr)
-    assert re.search(r"sent: [\d,]+ bytes each; collectives of other libraries: 0\n", found.stderr)
-    lines = [line.removeprefix("thinwire run: ") for line in found.stderr.splitlines() if "thinwire run: " in line]
-    assert [line.partition(":")[0] for line in lines[1:5]] == ["loop", "data", "files", "start"]
-    assert "32 of 65 examples of train_dataset" in lines[2] and "out/replica-N" in lines[3]
-    assert "['tensorboard'] examples: 32" in found.stdout
-    assert "trackers: [] examples: 32" in (tmp_path / "runs/train/replica-1.log").read_text()
-
-
-@NEEDS_TRANSFORMERS
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning: 'thinwire[lightning]'")
-def test_loops_of_accelerate_and_lightning_end_equal_and_resume_to_the_same_bits(tmp_path: Path) -> None:
-    (tmp_path / "loops.py").write_text(LOOPS)
-    found = run("--replicas", "2", "--method-option", "sync_interval=5", "--explain", "loops.py", at=tmp_path)
+def test_unmodified_loops_end_equal_and_resume_to_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = run("--replicas", "2", "--method-option", "sync_interval=5", "--explain", "train.py", "out", at=tmp_path)
     assert found.returncode == 0, found.stderr
-    for text in (found.stdout, (tmp_path / "runs/loops/replica-1.log").read_text()):
+    other = (tmp_path / "runs/train/replica-1.log").read_text()
+    for text in (found.stdout, other):
         for name in ("accelerate", "lightning"):
             whole, resumed = re.findall(rf"^{name} (\w{{64}}) (\w{{64}})$", text, re.MULTILINE)[0]
             assert whole == resumed
@@ -178,10 +156,18 @@ def test_loops_of_accelerate_and_lightning_end_equal_and_resume_to_the_same_bits
         assert "evaluated 6" in text, "what does not shuffle is not shared"
         rate = float(re.findall(r"rate ([\d.e-]+)", text)[0])
         assert rate == pytest.approx(1e-2), "the schedule ends with the replica's 24 steps"
-    assert "data: 32 of 65 examples of a loader" in found.stderr
-    assert "changed accelerate.accelerator.Accelerator.prepare" in found.stderr
+    models = [path.read_bytes() for path in sorted((tmp_path / "out").glob("replica-*/*/model.safetensors"))
+              if "checkpoint" not in str(path)]  # fmt: skip
+    assert len(models) == 4 and len({hashlib.sha256(model).hexdigest() for model in models}) == 1
+    assert "trackers: ['tensorboard'] examples: 32" in found.stdout and "trackers: [] examples: 32" in other
+    lines = [line.removeprefix("thinwire run: ") for line in found.stderr.splitlines() if "thinwire run: " in line]
+    assert [line.partition(":")[0] for line in lines[1:5]] == ["loop", "data", "files", "start"]
+    assert lines[2] == "data: 32 of 65 examples of a loader"
+    assert "changed accelerate.accelerator.Accelerator.prepare" in lines
+    assert re.fullmatch(r"sent: [\d,]+ bytes each; collectives of other libraries: 0", lines[-1])
+    assert re.fullmatch(r"2 replicas ended equal after 128 steps, sha256 \w{16}", lines[-2])
     assert len(list((tmp_path / "states").glob("epoch_*/replica-*"))) == 6
-    final = load_file(tmp_path / "runs/loops/model.safetensors")
+    final = load_file(tmp_path / "runs/train/model.safetensors")
     joined = hashlib.sha256(b"".join(final[name].numpy().tobytes() for name in ("weight", "bias"))).hexdigest()
     assert f"accelerate {joined}" in found.stdout
 

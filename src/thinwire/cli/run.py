@@ -24,6 +24,8 @@ from thinwire.cli.train_options import adopt_launcher, world_size
 from thinwire.errors import ThinwireError, excluded, refusal
 
 _BASIC = "replicas method data_split explain"
+# The number of a process that `--replicas` has started; it starts no others.
+_INDEX = "THINWIRE_RUN_INDEX"
 _POLL_S, _STOP_S = 0.05, 10.0
 _LAST_LINES = 12
 
@@ -49,6 +51,8 @@ class ScriptOptions:
     """Option of the method, such as sync_interval=20; may be given several times."""
     data_split: Literal["auto", "all", "none"] = "auto"
     """Data that replicas share out: auto is that of trainers, and loaders that shuffle; all is every loader."""
+    elastic: str | None = argument("URI", None, is_positional=False)
+    """Address of an elastic run, which replicas join and leave: HOST:PORT, or what thinwire secret has printed."""
     secret: Path | None = None
     """File of the job's secret, the same on all hosts; see thinwire secret."""
     out: Path | None = None
@@ -94,11 +98,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(ScriptOptions, own, prog="thinwire run", basic=_BASIC)
     target = _find(rest)
     adopt_launcher()
-    ranks = world_size()
-    if options.replicas is not None and ranks is not None:
+    ranks, is_started = world_size(), _INDEX in os.environ
+    if options.replicas is not None and ranks is not None and not is_started:
         raise excluded("--replicas", "torchrun", why=f"it has started {ranks} ranks", remedy="to leave --replicas out")
-    if options.replicas is None and ranks is None:
-        raise refusal("one process alone is no replica of several", got="neither --replicas nor a launcher",
+    if options.elastic is not None and ranks is not None:
+        raise excluded("--elastic", "torchrun", why="its replicas come one by one", remedy="to start without torchrun")
+    if options.replicas is None and ranks is None and options.elastic is None:
+        raise refusal("one process alone is no replica of several", got="no --replicas, --elastic or launcher",
                       allowed="one of them", remedy="--replicas 2")  # fmt: skip
     if options.replicas is not None and not 1 <= options.replicas <= 64:
         raise refusal("--replicas is out of its range", got=options.replicas, allowed="1 to 64", remedy="--replicas 2")
@@ -106,9 +112,9 @@ def main(arguments: Sequence[str]) -> int:
 
     method_entry(options.method)  # refuses an unknown one before torch is imported
     out = options.out or Path("runs") / Path(target.name).stem
-    if options.replicas is None:
+    if options.replicas is None or is_started:
         return _run_replica(options, target, out=out)
-    return _start(own, rest, replicas=options.replicas, out=out)
+    return _start(own, rest, replicas=options.replicas, out=out, is_elastic=options.elastic is not None)
 
 
 def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -156,10 +162,11 @@ def _run_replica(options: ScriptOptions, target: Target, *, out: Path) -> int:
 
     recipe = methods.recipe(options.method)
     chosen = methods.parse_options(recipe, options.method_option)
-    transport = connect(solo=True, secret=options.secret)
-    number = transport.replica
+    transport = None if options.elastic is not None else connect(solo=True, secret=options.secret)
+    number = int(os.environ.get(_INDEX, "0")) if transport is None else transport.replica
     one = ScriptReplica(
-        method=lambda: recipe(**chosen), transport=transport, data_split=options.data_split, out=out,
+        method=lambda: recipe(**chosen), transport=transport, uri=options.elastic, begin_with=options.replicas,
+        data_split=options.data_split, out=out,
         report=(lambda text: log(text, command="run")) if number == 0 else (lambda text: None),
     )  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
@@ -178,7 +185,8 @@ def _run_replica(options: ScriptOptions, target: Target, *, out: Path) -> int:
                 log(f"changed {patch}", command="run")
     if code:
         one.abandon()
-    transport.close()
+    if transport is not None:
+        transport.close()
     return code
 
 
@@ -193,7 +201,7 @@ def _exit_code(run: Callable[[], Any]) -> int:
     return 0
 
 
-def _start(own: Sequence[str], rest: Sequence[str], *, replicas: int, out: Path) -> int:
+def _start(own: Sequence[str], rest: Sequence[str], *, replicas: int, out: Path, is_elastic: bool) -> int:
     """Run the replicas as processes of this machine; the first one prints here, the others into files."""
     from thinwire.training.elastic.launch import noted_signals
     from thinwire.transport.addresses import RENDEZVOUS_FILE
@@ -202,7 +210,7 @@ def _start(own: Sequence[str], rest: Sequence[str], *, replicas: int, out: Path)
     for old in out.glob("replica-*.json"):
         old.unlink()
     command = [sys.executable, "-m", *process_of("run-replica").split(), str(os.getpid()), *own]
-    command += ["--replicas", "None", "--out", str(out), *rest]  # a replica starts no others
+    command += ["--out", str(out), *rest]
     processes: list[subprocess.Popen[bytes]] = []
     threads = max(1, (os.cpu_count() or 1) // replicas)
     with (
@@ -211,11 +219,13 @@ def _start(own: Sequence[str], rest: Sequence[str], *, replicas: int, out: Path)
     ):
         # one order of sets, so that scripts number their labels alike
         shared = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0", **os.environ}
-        shared |= {"WORLD_SIZE": str(replicas), "LOCAL_WORLD_SIZE": str(replicas)}
-        shared[RENDEZVOUS_FILE] = str(Path(folder) / "store")
+        if not is_elastic:
+            shared |= {"WORLD_SIZE": str(replicas), "LOCAL_WORLD_SIZE": str(replicas)}
+            shared[RENDEZVOUS_FILE] = str(Path(folder) / "store")
         try:
             for number in range(replicas):
-                environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
+                ranks = () if is_elastic else ("RANK", "LOCAL_RANK")
+                environment = shared | dict.fromkeys([_INDEX, *ranks], str(number))
                 with (out / f"replica-{number}.log").open("wb") as file:
                     stream = file if number else None
                     processes.append(

@@ -14,6 +14,7 @@ import inspect
 import random
 import re
 import runpy
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
@@ -85,7 +86,9 @@ class ScriptReplica:
 
     Args:
         method: Makes the method of a loop.
-        transport: Joins the replicas; None for an elastic run at the address of the variable THINWIRE_JOIN.
+        transport: Joins the replicas; None for an elastic run.
+        uri: Address of the elastic run, see `thinwire.join`.
+        begin_with: Replicas that an elastic run waits for before its first step.
         data_split: `auto` shares the training data: that of trainers, and loaders that shuffle; `all` shares every
             loader, `none` nothing.
         out: Folder of the models of loops that save before the final exchange.
@@ -100,6 +103,8 @@ class ScriptReplica:
     data_split: DataSplit
     out: Path
     report: Callable[[str], None]
+    uri: str | None = None
+    begin_with: int | None = None
     patches: list[str] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     _data: list[str] = field(default_factory=list)
@@ -120,10 +125,10 @@ class ScriptReplica:
         """The number of replicas; 1 in an elastic run, where it changes."""
         return 1 if self.transport is None else self.transport.num_replicas
 
-    def install(self, *, seed: int = 0) -> None:
+    def install(self) -> None:
         """Change libraries from now on, and seed this process as all replicas are."""
-        random.seed(seed)
-        torch.manual_seed(seed)
+        random.seed(0)
+        torch.manual_seed(0)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         collectives = sorted(group_operators() - set(_OWN_OPERATORS))
@@ -139,6 +144,11 @@ class ScriptReplica:
                 "lightning.pytorch.trainer.trainer": self._patch_lightning,
             }
         ).install()
+
+    def joining(self) -> dict[str, Any]:
+        """Return the arguments by which the integrations join the other replicas."""
+        options = {"replicas": self.begin_with} if self.transport is None and self.begin_with else {}
+        return {"method": self.method(), "transport": self.transport, "uri": self.uri, "options": options}
 
     def finish(self) -> ScriptResult:
         """End the loops of a script that has ended well.
@@ -183,15 +193,15 @@ class ScriptReplica:
             yield
 
     def _result(self) -> ScriptResult:
-        found, steps = hashlib.sha256(), 0
+        found, steps, replica, log = hashlib.sha256(), 0, self.replica, getattr(self.transport, "log", None)
         for optimizer in [one for loop in self.loops for one in loop.optimizers()]:
-            steps += optimizer.steps_done
+            steps, replica = steps + optimizer.steps_done, optimizer.transport.replica
             with optimizer.global_parameters(may_lag=True):
                 for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                     found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        log = getattr(self.transport, "log", None)
+            log = getattr(optimizer.transport, "log", log)
         return ScriptResult(
-            replica=self.replica, loops=[loop.name for loop in self.loops], steps=steps, sha256=found.hexdigest(),
+            replica=replica, loops=[loop.name for loop in self.loops], steps=steps, sha256=found.hexdigest(),
             sent_bytes=0 if log is None else log.totals("sent").wire_bytes, num_collectives=self._num_collectives,
         )  # fmt: skip
 
@@ -225,8 +235,8 @@ class ScriptReplica:
             )  # fmt: skip
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         loops = " and ".join(dict.fromkeys(loop.name for loop in self.loops))
-        several = f"{self.num_replicas} replicas, " if self.transport is not None else "elastic run, "
-        self.report(f"{several}{optimizer.method.name}, every replica seeded alike")
+        several = f"elastic run at {self.uri}" if self.transport is None else f"{self.num_replicas} replicas"
+        self.report(f"{several}, {optimizer.method.name}, every replica seeded alike")
         self.report(f"loop: {loops}; {type(optimizer.inner).__name__} over {count:,} parameters")
         self.report(f"data: {'; '.join(self._data) or 'all examples on every replica (--data-split none)'}")
         self.report(f"files: {'; '.join(dict.fromkeys(self._files)) or 'as the script names them, on every replica'}")
@@ -244,14 +254,18 @@ class ScriptReplica:
     def share(self, dataset: Any, *, name: str) -> Any:
         """Return this replica's share of a data set of any kind; the shares have one size where it is known.
 
+        Replicas of an elastic run, whose number changes, get all examples, each in an order of its own.
+
         Raises:
-            ValueError: It has fewer examples than there are replicas.
+            ValueError: It has fewer examples than there are replicas, or is a stream that cannot be shuffled.
         """
-        if self.data_split == "none" or self.num_replicas == 1 or any(dataset is one for one in self._shares):
+        is_one = self.transport is not None and self.num_replicas == 1
+        if self.data_split == "none" or is_one or any(dataset is one for one in self._shares):
             return dataset
         if isinstance(dataset, dict):
             return type(dataset)({key: self.share(one, name=f"{name}[{key}]") for key, one in dataset.items()})
-        assert self.transport is not None
+        if self.transport is None:
+            return self._in_own_order(dataset, name=name)
         number, replica = self.num_replicas, self.replica
         is_hub = type(dataset).__module__.partition(".")[0] == "datasets"
         size = len(dataset) if isinstance(dataset, Sized) else None
@@ -268,6 +282,22 @@ class ScriptReplica:
         self._data.append(
             f"{len(found)} of {size} examples of {name}" if size else f"one of {number} examples of {name}"
         )
+        return found
+
+    def _in_own_order(self, dataset: Any, *, name: str) -> Any:
+        seed = secrets.randbelow(1 << 31)
+        if type(dataset).__module__.partition(".")[0] == "datasets":
+            found = dataset.shuffle(seed=seed)
+        elif isinstance(dataset, Sized):
+            order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+            sized: Any = dataset
+            found = Subset(sized, order.tolist())
+        else:
+            raise refusal("replicas of an elastic run would all read this stream alike", got=type(dataset).__name__,
+                          allowed="a data set with a length, or of the datasets package",
+                          remedy="--data-split none where the script shuffles it without a seed")  # fmt: skip
+        self._shares.append(found)
+        self._data.append(f"all examples of {name}, in another order on each replica")
         return found
 
     def _split_loader(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -317,9 +347,10 @@ class ScriptReplica:
             ValueError: The library has no such method.
         """
         original = getattr(owner, name, None)
-        where = f"{owner.__module__}.{getattr(owner, '__name__', '')}.{name}"
+        place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
+        where = f"{place}.{name}"
         if original is None:
-            raise refusal(f"this version of {owner.__module__.partition('.')[0]} has no {name}", got=f"no {where}",
+            raise refusal(f"this version of {place.partition('.')[0]} has no {name}", got=f"no {where}",
                           allowed="a version of the table", remedy=PAGE)  # fmt: skip
 
         @functools.wraps(original)
@@ -335,6 +366,8 @@ class ScriptReplica:
                 arguments.output_dir = self.folder_of(arguments.output_dir or "trainer_output")
                 if self.replica:
                     arguments.report_to, arguments.push_to_hub = "none", False
+            else:  # the trainer moves its folder once it has joined
+                self._files.append(f"{Path(arguments.output_dir or 'trainer_output') / 'replica-N'}")
             original(arguments)
 
         self._patch(module.TrainingArguments, "__post_init__", adapt)
@@ -350,17 +383,15 @@ class ScriptReplica:
                 del given["self"]
                 if given.get("train_dataset") is not None:
                     given["train_dataset"] = replica.share(given["train_dataset"], name="train_dataset")
-                super().__init__(**given, method=replica.method(), transport=replica.transport)
+                super().__init__(**given, **replica.joining())
                 replica.loops.append(
                     Loop(name=type(self).__name__, optimizers=lambda: [one for one in [self.diloco] if one is not None])
                 )
 
             def train(self, *args: Any, **kwargs: Any) -> Any:
-                given = inspect.signature(original.train).bind(self, *args, **kwargs).arguments
-                del given["self"]
-                if checkpoint := given.get("resume_from_checkpoint"):
-                    given["resume_from_checkpoint"] = replica.own_checkpoint(checkpoint)
-                return super().train(**given)
+                if checkpoint := kwargs.get("resume_from_checkpoint") or next(iter(args), None):
+                    replica._resumed = f"from {checkpoint}, each replica from its own"
+                return super().train(*args, **kwargs)
 
         functools.update_wrapper(ReplicaTrainer.__init__, original.__init__)
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
@@ -401,15 +432,12 @@ class ScriptReplica:
             if given not in _LIGHTNING_STRATEGIES:
                 raise refusal("thinwire takes the place of the Trainer's strategy", got=f"strategy={given!r}",
                               allowed=", ".join(_LIGHTNING_STRATEGIES), remedy=PAGE)  # fmt: skip
-            if self.transport is None:
-                raise refusal("an elastic run takes trainers of transformers", got="a lightning.Trainer",
-                              allowed="--replicas, or a launcher", remedy="--replicas 2")  # fmt: skip
-            strategy = DiLoCoStrategy(method=self.method(), transport=self.transport)
+            strategy = DiLoCoStrategy(**self.joining())
             kwargs["default_root_dir"] = self.folder_of(kwargs.get("default_root_dir") or ".")
             if self.replica and not isinstance(kwargs.get("logger"), bool | None):
                 kwargs["logger"] = False
             original(trainer, *args, **{**kwargs, "strategy": strategy, "devices": 1, "num_nodes": 1})
-            self.loops.append(Loop(name="lightning.Trainer", optimizers=lambda: _wrapped_by(strategy)))
+            self.loops.append(Loop(name="lightning.Trainer", optimizers=lambda: strategy.wrapped))
 
         def fit(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -419,10 +447,6 @@ class ScriptReplica:
 
         self._patch(module.Trainer, "__init__", init)
         self._patch(module.Trainer, "fit", fit)
-
-
-def _wrapped_by(strategy: Any) -> list[DistributedOptimizer]:
-    return [one for one in [strategy.diloco] if one is not None]
 
 
 class _AcceleratorCalls:
@@ -489,6 +513,9 @@ class _AcceleratorCalls:
 
         if not isinstance(one, torch.optim.Optimizer) or isinstance(one, DistributedOptimizer | AcceleratedOptimizer):
             return one
+        if self._replica.transport is None:
+            raise refusal("a loop of its own does not know the steps of an elastic run", got="an Accelerator",
+                          allowed="a Trainer with max_steps", remedy="--replicas, or a launcher")  # fmt: skip
         own = {id(p) for group in one.param_groups for p in group["params"]}
         model = next((m for m in reversed(self._models) if own <= {id(p) for p in m.parameters()}), None)
         if model is None:
