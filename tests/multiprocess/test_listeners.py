@@ -16,9 +16,9 @@ from namespaces import ADDRESSES, CABLE, Hosts
 from processes import free_port
 from training_runs import DOCUMENTS, OPTIONS
 
-from thinwire.elastic.invitation import read_invitation
+from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.training.elastic.job import LOCAL_FILE, LocalSettings
-from thinwire.transport.secret import make_secret
+from thinwire.transport.secret import Secret, make_secret, read_secret
 
 CLI = [sys.executable, "-m", "thinwire.cli.main"]
 WORKER = "thinwire.cli.processes replica "
@@ -39,9 +39,11 @@ REACH_CHECK = [Expected(id="hosts-check", process=MAIN)]
 HOSTS_GLOO = [Expected(id="hosts-gloo", process=MAIN)]
 HOSTS_WIRE = [Expected(id="hosts-wire", process=MAIN)]
 SPLIT = [Expected(id="split", process=MAIN)]
+RELAY = [Expected(id="relay", process=MAIN)]
+RELAY_LOCAL = [Expected(id="relay-local", process=MAIN)]
 BURSTS = [Expected(id="watch-bursts", process="watched.py")]
-HERE = [*TRAIN_GLOO, *TRAIN_WIRE, *ELASTIC, *COORDINATOR, *TEST_HERE, *DASHBOARD]
-BETWEEN_HOSTS = [*STORE, *REACH_CHECK, *HOSTS_GLOO, *HOSTS_WIRE, *SPLIT, *BURSTS]
+HERE = [*TRAIN_GLOO, *TRAIN_WIRE, *ELASTIC, *COORDINATOR, *TEST_HERE, *DASHBOARD, *RELAY_LOCAL]
+BETWEEN_HOSTS = [*STORE, *REACH_CHECK, *HOSTS_GLOO, *HOSTS_WIRE, *SPLIT, *RELAY, *BURSTS]
 
 ATTACKER = """
 import json, socket, sys
@@ -213,6 +215,19 @@ def test_a_server_of_middle_layers(tmp_path: Path, hosts: Hosts) -> None:
     with Command([*words, "--port", str(port)], hosts=hosts, host=0, log=tmp_path / "log") as command:
         now = command.until(lambda: f"at port {port}" in command.log.read_text(), "its port")
         check(now, expected=[at(port, *SPLIT)])
+
+
+def test_a_relay_and_a_command_that_asks_by_it(tmp_path: Path, hosts: Hosts) -> None:
+    port, token = free_port(), tmp_path / "relay.token"
+    words = [*CLI, "relay", "--port", str(port), "--token", str(token)]
+    with Command(words, hosts=hosts, host=0, log=tmp_path / "log") as relay:
+        now = relay.until(lambda: f"at port {port}" in relay.log.read_text(), "its port")
+        check(now, expected=[at(port, *RELAY)])
+        address = Invitation(
+            host=ADDRESSES[0], port=port, secret=Secret(key=bytes(32)), relay_token=read_secret(token)
+        ).text()  # fmt: skip
+        with Command([*CLI, "status", address], hosts=hosts, host=1, log=tmp_path / "status") as status:
+            check(status.until(lambda: len(status.listeners()) >= 1, "a way"), expected=RELAY_LOCAL)
 
 
 def test_bursts_of_a_watched_job(tmp_path: Path, hosts: Hosts) -> None:

@@ -135,6 +135,9 @@ def _join_from(
         model=options.model, init_from=None if options.init_from is None else str(options.init_from.resolve()),
         checkpoint_to=options.checkpoint_to, address=listen.address, advertise=options.advertise,
         port_range=options.port_range,
+        relay=None if invitation.relay is None else dataclasses.replace(
+            invitation, secret=None, coordinator_key=b""
+        ).text(),
         ranks_per_replica=options.ranks_per_replica, replicas=options.replicas, is_joined=True,
     ).save()  # fmt: skip
     if options.spare:
@@ -231,7 +234,9 @@ def invite(options: InviteOptions) -> int:
     listen = LocalSettings.load(run_dir).listen()
     assert listen is not None, "the first host has written where it listens"
     shown = listen.advertised(found[1])
-    place = Invitation(host=shown.host, port=shown.port, coordinator_key=coordinator_keys(key).public_bytes)
+    place = Invitation(
+        host=shown.host, port=shown.port, coordinator_key=coordinator_keys(key).public_bytes
+    ).by(listen.relay)  # fmt: skip
     ticket = add_invitation(run_dir, public_of=lambda secret: client_keys(secret).public_bytes)
     print(dataclasses.replace(place, secret=ticket).text())
     return 0

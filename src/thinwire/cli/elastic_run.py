@@ -267,7 +267,8 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
         if one["loss"]:
             speed += f", loss {one['loss']:.3f}"
         name = f"replica {one['replica']:<4} {one['host']:<24} {one['state']:<9}"
-        print(f"  {name} step {one['step']:<8} {speed}{paused}")
+        by_relay = f", to {', '.join(map(str, one['relayed']))} by the relay" if one.get("relayed") else ""
+        print(f"  {name} step {one['step']:<8} {speed}{paused}{by_relay}")
     grace_s, vote_s, silence_s = (f"{status[name]:g} s" for name in ("grace_s", "vote_s", "silence_s"))
     print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")
     if status["sites"]:

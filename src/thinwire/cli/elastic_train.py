@@ -31,8 +31,9 @@ from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.run_origin import run_of
 from thinwire.training.worker import make_run_folder
-from thinwire.transport.addresses import ANY_LOOPBACK, free_port, listen_config
-from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
+from thinwire.transport.addresses import ANY_LOOPBACK, RelayPlace, free_port, listen_config, read_host_port
+from thinwire.transport.relay.member import check_relay
+from thinwire.transport.secret import TOKEN_FILE, Secret, make_secret, need_pyzmq, read_secret
 
 SECRET_FILE = "secret"
 
@@ -40,6 +41,9 @@ SECRET_FILE = "secret"
 def check_elastic(config: TrainConfig) -> None:
     """Check the options of an elastic run."""
     need_pyzmq()
+    if config.elastic.relay is None and config.elastic.relay_token is not None:
+        raise refusal("--relay-token opens a relay, and none is named", got="no --relay", allowed="--relay HOST:PORT",
+                      remedy="--relay HOST:29500, where thinwire relay runs")  # fmt: skip
     if config.sync.pace:
         why = "parts are fetched by those that need them"
         raise excluded("--pace", "--elastic", why=why, remedy="to leave --pace out")
@@ -60,6 +64,9 @@ def check_elastic(config: TrainConfig) -> None:
 
 
 def _check_via(config: TrainConfig) -> None:
+    if config.elastic.relay is not None:
+        why = "hosts of a run on a carrier dial no others"
+        raise excluded("--relay", "--via", why=why, remedy="to leave --relay out")
     if config.elastic.invite_only:
         why = "whoever has the secret reads all that lies on the carrier"
         raise excluded("--invite-only", "--via", why=why, remedy="to leave --invite-only out")
@@ -106,7 +113,7 @@ def prepare(config: TrainConfig) -> Begun:
         model=places.get("model"), init_from=places.get("init_from"), checkpoint_to=places.get("checkpoint_to"),
         tensorboard=config.output.tensorboard, wandb=config.output.wandb, address=listen.address,
         ranks_per_replica=config.elastic.ranks_per_replica, replicas=config.num_replicas,
-        advertise=config.run.advertise, port_range=config.run.port_range,
+        advertise=config.run.advertise, port_range=config.run.port_range, relay=_relay(config),
     )  # fmt: skip
     if config.output.resume is None:
         identity = new_identity(config_digest=config.digest())
@@ -120,6 +127,7 @@ def prepare(config: TrainConfig) -> Begun:
             local, data=was.data, model=was.model, init_from=was.init_from, batch_size=was.batch_size,
             replicas=was.replicas, address=address,
             advertise=local.advertise or was.advertise, port_range=local.port_range or was.port_range,
+            relay=local.relay or was.relay,
         )  # fmt: skip
     is_taken_over = was is not None and was.is_joined
     state, is_kept = newest_state(config, run=identity, report=log)
@@ -131,6 +139,16 @@ def prepare(config: TrainConfig) -> Begun:
     return Begun(
         config=config, identity=identity, local=local, is_taken_over=is_taken_over, state=state, is_kept=is_kept
     )  # fmt: skip
+
+
+def _relay(config: TrainConfig) -> str | None:
+    """Return the relay of the options and its token as one address, once the relay has answered."""
+    if config.elastic.relay is None:
+        return None
+    place = read_host_port(config.elastic.relay, what="--relay")
+    relay = RelayPlace(address=place, token=read_secret(config.elastic.relay_token or Path(TOKEN_FILE)))
+    check_relay(relay)
+    return Invitation(host=place.host, port=place.port).by(relay).text()
 
 
 def _replaced(config: TrainConfig, *, new: RunIdentity) -> tuple[int, ...]:
@@ -178,7 +196,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     assert listen is not None
     port = listen.ports[0] if listen.ports else config.elastic.port or free_port(address)
     shown = listen.advertised(port)
-    invitation = Invitation(host=shown.host, port=shown.port, secret=secret, coordinator_key=key)
+    invitation = Invitation(host=shown.host, port=shown.port, secret=secret, coordinator_key=key).by(listen.relay)
     # this host's own processes need no way through the outside
     near = Invitation(host=ANY_LOOPBACK.get(address, address), port=port, coordinator_key=key)
     if via is not None:
@@ -198,8 +216,8 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         if config.output.resume is not None:
             new_host = ", with this host as its first host and a new secret" if begun.is_taken_over else ""
             log(f"going on with run {begun.identity.run} from step {step}{new_host}")
-        is_near = shown.host == "127.0.0.1" and via is None
-        where = " (this host has no address that others reach)" if is_near else ""
+        is_alone = shown.host == "127.0.0.1" and via is None and listen.relay is None
+        where = " (this host has no address that others reach)" if is_alone else ""
         places = "".join(f" {flag(name)} {shlex.quote(value)}" for name, value in shared_places_of(config).items())
         how = "what this prints, once each: thinwire invite " + shlex.quote(str(run_dir))
         given = shlex.quote(invitation.text()) if via else invitation.text()

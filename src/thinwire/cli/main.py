@@ -33,6 +33,7 @@ COMMANDS = {
     "watch": "show a run's progress and findings in the terminal",
     "dashboard": "show a run on a web page: replicas, links, rounds and findings",
     "doctor": "check what keeps a run from starting on this host, and on the way to another",
+    "relay": "join hosts of elastic jobs that can only dial out",
     "secret": "make the secret that authenticates and encrypts the traffic of a job",
     "join": "add this host to a running elastic job",
     "invite": "print a one-time invitation to an elastic job, on its first host",

@@ -168,6 +168,7 @@ def coordinator(arguments: Sequence[str]) -> int:
         os._exit(0)
     from thinwire.errors import ThinwireError
     from thinwire.training.elastic.coordinator_process import coordinate
+    from thinwire.training.elastic.job import LOCAL_FILE, LocalSettings
     from thinwire.training.elastic.launch import REFUSED
 
     try:
@@ -177,7 +178,11 @@ def coordinator(arguments: Sequence[str]) -> int:
             coordinate_on_carrier(run_dir, uri=arguments[3], secret_path=secret_path, say=_log_with_time, until=until)
             return 0
         address, port = arguments[3], int(arguments[4])
-        coordinate(run_dir, secret_path=secret_path, address=address, port=port, say=_log_with_time, until=until)
+        # a loop of one's own has no such file
+        relay = LocalSettings.load(run_dir).relay_place() if (run_dir / LOCAL_FILE).exists() else None
+        coordinate(
+            run_dir, secret_path=secret_path, address=address, port=port, say=_log_with_time, until=until, relay=relay
+        )
     except (ThinwireError, ValueError) as error:
         _print_problem(error)
         return REFUSED

@@ -67,7 +67,7 @@ class AdminCommands:
         members = []
         for member in state.roster:
             silent_s = {} if now_s is None else {"silent_s": round(max(0.0, now_s - member.heard_s), 3)}
-            members.append({**member.describe(), "lost": member.is_suspect, **silent_s})
+            members.append({**member.describe(), "lost": member.is_suspect, **silent_s, "relayed": member.relayed})
         step_s = state.roster.step_s()
         return {
             "thinwire": job.get("thinwire"), "protocol": VERSION, "identity": job.get("identity"),

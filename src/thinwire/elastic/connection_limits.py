@@ -44,9 +44,8 @@ class ConnectionLimits:
         return connection.limit.take(now_s=now_s)
 
     def origin(self, fd: int) -> str:
-        """Return the IP address of a connection that has sent a message; empty where it is gone."""
-        peer = self._connections[fd].tap.peer if fd in self._connections else None
-        return "" if peer is None else str(peer[0])
+        """Return where a connection comes from that has sent a message, see `origin_of`; empty where it is gone."""
+        return self._connections[fd].tap.origin if fd in self._connections else ""
 
     def is_first_excess(self, fd: int) -> bool:
         """Return, once, that a connection exceeds its limit."""

@@ -339,7 +339,7 @@ class Coordinator:
 
     def _on_heartbeat(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.state.roster.reach(member, message["step"], now_s=now_s)
-        member.step_s = message["step_s"]
+        member.step_s, member.relayed = message["step_s"], message["relayed"]
         if message["roster"] != self.state.roster_number and member.state is not MemberState.ARRIVING:
             self._send_roster(to=member)  # the last one was lost on its way
 

@@ -20,6 +20,7 @@ from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError, WrongCoordinator
 from thinwire.transport.addresses import host_port, needs_ipv6
+from thinwire.transport.relay.member import LOOPBACK, RelayMember
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.zeromq import recv_monitor_message, z85, zmq
 
@@ -87,14 +88,19 @@ class CoordinatorConnection:
         # never the byte zero first: ZeroMQ keeps such names for itself
         self._socket.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))
         key = invitation.coordinator_key
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(key) if key else coordinator_keys(secret).public)
+        key = key or coordinator_keys(secret).public_bytes
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(key))
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_REDIAL_MS)
-        self._socket.setsockopt(zmq.IPV6, needs_ipv6(invitation.host))
+        host, port = invitation.host, invitation.port
+        self._relay = None if invitation.relay is None else RelayMember(invitation.relay)
+        if self._relay is not None:
+            host, port = LOOPBACK, self._relay.port_to(key)
+        self._socket.setsockopt(zmq.IPV6, needs_ipv6(host))
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._socket.connect(f"tcp://{host_port(invitation.host, invitation.port)}")
+        self._socket.connect(f"tcp://{host_port(host, port)}")
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
@@ -121,6 +127,8 @@ class CoordinatorConnection:
                 f"what listens at {where}, has not proved the coordinator's key that {named}: it is no coordinator, "
                 f"that of another run, or one that poses as it; take the whole address that the first host printed last"
             )
+        if self._relay is not None and self._relay.problem:
+            return ConnectError(self._relay.problem)
         return ConnectError(
             f"no coordinator answered at {where}, within {deadline_s:g} s: it is not there, a firewall drops it, or "
             f"the secret is another one; look with: thinwire doctor {host}:{port}"
@@ -161,6 +169,8 @@ class CoordinatorConnection:
             for socket in (self._socket, self._monitor, self._woken, self._wake):
                 socket.close()
         self._context.term()
+        if self._relay is not None:
+            self._relay.close()
 
     def _flush(self) -> None:
         with contextlib.suppress(zmq.Again):

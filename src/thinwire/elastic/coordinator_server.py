@@ -15,7 +15,8 @@ from thinwire.elastic.one_time_invitations import InvitedCallers
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
 from thinwire.errors import PayloadError
 from thinwire.rate_limit import RateLimit
-from thinwire.transport.addresses import is_own
+from thinwire.transport.addresses import RelayPlace, is_own
+from thinwire.transport.relay.member import RelayMember, is_relayed_origin
 from thinwire.transport.secret import Secret, make_secret, read_secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, KeyPair, set_socket_options
 from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
@@ -78,6 +79,7 @@ class CoordinatorServer:
     Args:
         secret: The job's.
         key: The coordinator's own, see `own_key`.
+        relay: Where hosts reach it that cannot dial it; None for nowhere.
         address: The IP address to listen on; `::` is all of IPv6 and IPv4.
         port: The port; 0 takes a free one.
         say: Reports connections that were refused.
@@ -93,7 +95,7 @@ class CoordinatorServer:
 
     def __init__(
         self, *, secret: Secret, address: str, port: int, say: Callable[[str], None], key: Secret | None = None,
-        invitations: Path | None = None,
+        invitations: Path | None = None, relay: RelayPlace | None = None,
     ) -> None:  # fmt: skip
         self._say = say
         self._num_invalid: dict[bytes, int] = {}
@@ -105,13 +107,16 @@ class CoordinatorServer:
         self._callers = InvitedCallers(client_keys(secret).public_bytes, invitations)
         try:
             self._door = Listener(
-                self._context, address=address, ports=(port,), keys=coordinator_keys(key or secret),
+                self._context, address=address, ports=(port,), keys=(keys := coordinator_keys(key or secret)),
                 callers=self._callers, decide=lambda replica: ACCEPTED, prepare=_set_server_options,
             )  # fmt: skip
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self.port = self._door.port
+        self._relay = None if relay is None else RelayMember(relay)
+        if self._relay is not None:
+            self._relay.offer(keys.public_bytes, address=address, port=self.port)
 
     def send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         """Send a message to a connection; where its queue is full or it is gone, it is lost, and asked for again."""
@@ -147,6 +152,8 @@ class CoordinatorServer:
         self._door.close()
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
+        if self._relay is not None:
+            self._relay.close()
 
     def _guard(self, now_s: float) -> None:
         self._door.guard()
@@ -170,7 +177,7 @@ class CoordinatorServer:
             origin, is_join = self._limits.origin(found.fd), message["kind"] == "join"
             coordinator.handle(
                 caller, message, now_s=now_s, origin=origin, invitation=found.replica,
-                is_own_host=is_join and bool(origin) and is_own(origin),
+                is_own_host=is_join and bool(origin) and not is_relayed_origin(origin) and is_own(origin),
             )  # fmt: skip
         except PayloadError as error:
             self._num_invalid[caller] = self._num_invalid.get(caller, 0) + 1

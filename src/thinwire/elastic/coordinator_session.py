@@ -151,6 +151,10 @@ class PeerActivity:
         rate = sum(seconds * rate for seconds, rate in recent) / sum(seconds for seconds, _ in recent)
         return rate >= max(_IDLE_BYTES, _BUSY_SHARE * max(found for _, _, found in self._rates))
 
+    def relayed_peers(self) -> tuple[int, ...]:
+        """Return the peers that are reached by a relay."""
+        return () if self._wire is None else self._wire.relayed_peers()
+
     def _sample(self) -> None:
         now_s = self._now()
         if self._sampled_s is not None and now_s - self._sampled_s < _SAMPLE_S:
@@ -399,7 +403,14 @@ class CoordinatorSession:
             self._warn(f"nothing was heard of the coordinator for {silence_s:.0f} s; waiting for it")
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
-            self._send("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
+            beat: dict[str, Any] = {
+                "step": self.step,
+                "step_s": round(self.step_s, 6),
+                "roster": self.view.roster_number,
+            }
+            if relayed := self.activity.relayed_peers():
+                beat["relayed"] = relayed
+            self._send("beat", **beat)
             if self._tokens_s:
                 work = {"steps_per_interval": self._steps_per_interval, "tokens_s": self._tokens_s, "loss": self._loss}
                 self._send("work", **{name: round(value, 4) for name, value in work.items()})

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from thinwire.errors import refusal
-from thinwire.transport.addresses import host_port
+from thinwire.transport.addresses import Address, RelayPlace, host_port
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _SCHEME = "thinwire://"
 _TEXT = re.compile(
     r"(?:thinwire://)?(?:(?P<key>[A-Za-z2-7]+)@)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
-    r"(?:/(?P<secret>[A-Za-z2-7]+))?/?"
+    r"(?:/(?P<secret>[A-Za-z2-7]+))?(?:/relay/(?P<token>[A-Za-z2-7]+))?/?"
 )
 # A store that all hosts reach. No user information: credentials have no place in an address.
 _CARRIER = re.compile(r"(?P<carrier>(?!thinwire://)[a-z][a-z0-9+]*://[^#@\s]*)(?:#(?P<secret>[A-Za-z2-7]+))?")
@@ -32,6 +32,8 @@ class Invitation:
         (True, True)
         >>> Invitation(host="10.0.0.1", port=1, coordinator_key=bytes(32)).text() == f"thinwire://{52 * 'a'}@10.0.0.1:1"
         True
+        >>> Invitation(host="10.0.0.1", port=1, relay_token=Secret(key=bytes(32))).text().replace(52 * "a", "TOKEN")
+        'thinwire://10.0.0.1:1/relay/TOKEN'
     """
 
     host: str = ""  # name or address of the coordinator's host
@@ -53,10 +55,26 @@ class Invitation:
         """Name of a joining host's folder."""
         return _NO_NAME.sub("-", self.carrier or f"{self.host}-{self.port}").strip("-")
 
+    # token of the relay that is at host and port, and leads to the coordinator; None where the coordinator is there
+    relay_token: Secret | None = field(default=None, repr=False)
+
+    @property
+    def relay(self) -> RelayPlace | None:
+        """The relay by which the coordinator is reached."""
+        if self.relay_token is None:
+            return None
+        return RelayPlace(address=Address(host=self.host, port=self.port), token=self.relay_token)
+
     @property
     def loop_folder(self) -> Path:
         """Folder of the coordinator of training loops of one's own, on its host."""
         return Path("runs") / f"joined-{self.host}-{self.port}"
+
+    def by(self, relay: RelayPlace | None) -> Invitation:
+        """Return the address of the same coordinator by a relay; with None, this one."""
+        if relay is None:
+            return self
+        return replace(self, host=relay.address.host, port=relay.address.port, relay_token=relay.token)
 
     def text(self) -> str:
         """Return the URI; any host that has one with the secret can join and decrypt the traffic."""
@@ -64,7 +82,9 @@ class Invitation:
             return self.carrier if self.secret is None else f"{self.carrier}#{_encoded(self.secret.key)}"
         named = f"{_encoded(self.coordinator_key)}@" if self.coordinator_key else ""
         place = f"{_SCHEME}{named}{host_port(self.host, self.port)}"
-        return place if self.secret is None else f"{place}/{_encoded(self.secret.key)}"
+        for before, part in (("/", self.secret), ("/relay/", self.relay_token)):
+            place += "" if part is None else before + _encoded(part.key)
+        return place
 
 
 def read_invitation(text: str) -> Invitation:
@@ -88,11 +108,14 @@ def read_invitation(text: str) -> Invitation:
     if not 0 < port < 1 << 16:
         raise refusal("the address has a wrong port", got=f"{port} in {text[:60]!r}", allowed="1 to 65535",
                       remedy="29400, the usual one")  # fmt: skip
-    secret = None
-    if found["secret"] is not None:
-        secret = Secret(key=_decoded(found["secret"], what="secret behind"))
+    secret, token = (
+        None if found[name] is None else Secret(key=_decoded(found[name], what=f"{what} behind"))
+        for name, what in (("secret", "secret"), ("token", "relay's token"))
+    )
     key = b"" if found["key"] is None else _decoded(found["key"], what="coordinator's key before")
-    return Invitation(host=found["host"].strip("[]"), port=port, secret=secret, coordinator_key=key)
+    return Invitation(
+        host=found["host"].strip("[]"), port=port, secret=secret, coordinator_key=key, relay_token=token
+    )  # fmt: skip
 
 
 def _encoded(key: bytes) -> str:

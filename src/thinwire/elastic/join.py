@@ -159,7 +159,7 @@ def join(
             listen = listen or ListenConfig(address=address_towards(invitation.host))
             wire = WireTransport(
                 replica=replica, num_replicas=plan.num_replicas, secret=secret, address=listen.address,
-                ports=listen.candidates, is_open=True,
+                ports=listen.candidates, is_open=True, relay=listen.relay,
             )  # fmt: skip
     except BaseException as error:
         if handshake.welcome is not None:  # the coordinator gave it a number, and reports why nothing comes of it

@@ -68,7 +68,10 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
         "disk": _Count, "first_values": (_MaybeSha256, ""),
     },
     "active": {"step": _Count},
-    "beat": {"step": _Count, "step_s": _Number, "roster": _Count},
+    "beat": {
+        "step": _Count, "step_s": _Number, "roster": _Count,
+        "relayed": (Annotated[tuple[_ReplicaNumber, ...], Meta(max_length=1024)], ()),
+    },
     "work": {"steps_per_interval": _Number, "tokens_s": _Number, "loss": _Number},
     "rates": {"rates": _Rates, "latest": _Rates, "probes": _Probes},
     "launch": {"round": _Count, "step": _Count, "used": _Windows},

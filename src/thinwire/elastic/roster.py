@@ -55,6 +55,7 @@ class RosterMember:
     loss: float = 0.0  # mean of its latest steps, nats a token; 0 before a report
     tokens_s: float = 0.0  # tokens a second, waits included
     suspected_by: set[int] = field(default_factory=set)  # replicas that lost their connections to it
+    relayed: tuple[int, ...] = ()  # replicas that it reaches by the relay
     is_suspect: bool = False  # most others lost their connections to it
     is_paused: bool = False
     is_awaited: bool = False  # known to an earlier process of the coordinator, and has yet to find this one

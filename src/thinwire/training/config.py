@@ -214,6 +214,10 @@ class ElasticConfig:
     """Run through a store that all hosts reach, such as file:///FOLDER; hosts only dial out."""
     invite_only: bool = option(False, is_free=True)
     """Let other hosts join by one-time invitations of thinwire invite only."""
+    relay: str | None = option(None, is_free=True, is_local=True)
+    """HOST:PORT of thinwire relay, where hosts meet that cannot dial each other."""
+    relay_token: Path | None = option(None, is_free=True, is_local=True)
+    """File that thinwire relay wrote, copied from there. Default: relay.token."""
     checkpoint_to: str | None = option(None, is_free=True, is_place=True)
     """Folder or URL (s3://...) of checkpoints. Default: checkpoints/ in --out."""
     keep_checkpoints: int = option(2, least=1, is_free=True)

@@ -12,7 +12,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from thinwire.errors import ConnectError, DataError, refusal
+from thinwire.transport.secret import Secret
 from thinwire.transport.streams import FORMAT_VERSION
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -43,6 +44,17 @@ class Address:
 
     host: str
     port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayPlace:
+    """Address of a relay, and the token that opens it; who has the token can use the relay, and reads nothing by it."""
+
+    address: Address
+    token: Secret = field(repr=False)
+
+    def describe(self) -> str:
+        return host_port(self.address.host, self.address.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +201,7 @@ class ListenConfig:
     Attributes:
         advertise: What the others dial; None for the address itself.
         ports: First and last port to listen on; None for any.
+        relay: Where others meet this host too, and it meets them where it cannot dial them; None for nowhere.
 
     Example:
         >>> listen = ListenConfig(address="10.0.0.1", advertise=Address(host="203.0.113.5", port=5000), ports=(40, 49))
@@ -199,6 +212,7 @@ class ListenConfig:
     address: str
     advertise: Address | None = None
     ports: tuple[int, int] | None = None
+    relay: RelayPlace | None = None
 
     @property
     def candidates(self) -> Sequence[int]:

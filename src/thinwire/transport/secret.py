@@ -21,6 +21,8 @@ from thinwire.errors import MissingExtra, refusal
 SECRET_BYTES = 32
 # Environment variables: address of an elastic run, and file of a job's secret.
 JOIN_VARIABLE, SECRET_VARIABLE = "THINWIRE_JOIN", "THINWIRE_SECRET_FILE"
+# A relay's access token; of the same form as a secret, but another one.
+TOKEN_FILE = "relay.token"
 _WORD = "thinwire-secret-v1"
 _LINE = re.compile(rf"{_WORD} ([0-9a-f]{{{2 * SECRET_BYTES}}})\n?")
 _MAX_FILE_BYTES = 1024

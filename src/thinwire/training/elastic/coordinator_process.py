@@ -20,6 +20,7 @@ from thinwire.elastic.one_time_invitations import INVITATIONS_FILE
 from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
 from thinwire.runlog.forwarding import TakenRecords
+from thinwire.transport.addresses import RelayPlace
 from thinwire.transport.secret import read_secret
 from thinwire.units import format_bytes
 
@@ -53,7 +54,7 @@ def coordinator_config(job: Mapping[str, Any], **more: float) -> CoordinatorConf
 
 def coordinate(
     run_dir: Path, *, secret_path: Path, address: str, port: int, say: Callable[[str], None],
-    until: threading.Event,
+    until: threading.Event, relay: RelayPlace | None = None,
 ) -> None:  # fmt: skip
     """Run a coordinator until the run has ended and its replicas have left, or `until` is set; port 0 is a free one.
 
@@ -69,7 +70,7 @@ def coordinate(
     secret = read_secret(secret_path)
     server = CoordinatorServer(
         secret=secret, key=own_key(run_dir), address=address, port=wanted, say=say,
-        invitations=run_dir / INVITATIONS_FILE,
+        invitations=run_dir / INVITATIONS_FILE, relay=relay,
     )  # fmt: skip
     if known != (address, server.port):  # else there may be no room for it
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.elastic.invitation import read_invitation
 from thinwire.errors import CheckpointError, Refused, refusal
-from thinwire.files import write_whole
+from thinwire.files import replace_whole
 from thinwire.options import flag
 from thinwire.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import LOCAL, PLACES, TrainConfig, from_json, to_json, validate
-from thinwire.transport.addresses import ListenConfig, listen_config
+from thinwire.transport.addresses import ListenConfig, RelayPlace, listen_config
 from thinwire.version import __version__
 from thinwire.workloads.cards import LANGUAGE
 
@@ -259,6 +260,7 @@ class LocalSettings:
         replicas: Replicas of this host.
         is_joined: Whether this host joined a coordinator of another one.
         advertise: HOST:PORT that the others dial, see `ReachOptions`; `port_range` too.
+        relay: Relay where others meet this host, with its token, as an address without a coordinator.
     """
 
     invitation: str
@@ -280,15 +282,24 @@ class LocalSettings:
     is_joined: bool = False
     advertise: str | None = None
     port_range: str | None = None
+    relay: str | None = None
 
     def listen(self) -> ListenConfig | None:
         """Return where this host's replicas listen; None to find it."""
         if self.address is None:
             return None
-        return listen_config(address=self.address, advertise=self.advertise, port_range=self.port_range)
+        listen = listen_config(address=self.address, advertise=self.advertise, port_range=self.port_range)
+        return dataclasses.replace(listen, relay=self.relay_place())
+
+    def relay_place(self) -> RelayPlace | None:
+        return None if self.relay is None else read_invitation(self.relay).relay
 
     def save(self) -> None:
-        write_whole(Path(self.out) / LOCAL_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        def write(path: Path) -> None:
+            path.touch(mode=0o600)  # it may hold a relay's token
+            path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+        replace_whole(Path(self.out) / LOCAL_FILE, write)
 
     @classmethod
     def load(cls, run_dir: Path) -> LocalSettings:

@@ -178,6 +178,10 @@ class RunPlace:
             raise refusal("the address of the run is missing", got="nothing", allowed="thinwire://HOST:PORT",
                           remedy=f"to set {JOIN_VARIABLE}, or thinwire.join(uri, ...)")  # fmt: skip
         invitation = read_invitation(given)
+        if invitation.relay is not None:
+            raise refusal("a loop of your own meets no others at a relay", got="an address with a relay",
+                          allowed="an address that this host can dial",
+                          remedy="thinwire join ADDRESS, or serve= and advertise= on the first host")  # fmt: skip
         if secret is not None and invitation.secret is not None:
             raise excluded("secret", "this address", why="it holds the secret already", remedy="to leave secret out")
         path = None if invitation.secret is not None else given_secret_file(secret)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from thinwire.transport.forked import keep_from_children
+from thinwire.transport.relay.member import is_relayed, origin_of
 from thinwire.transport.secret import Secret
 from thinwire.transport.tcp_stats import ConnectionStats, connection_stats, duplicate_socket
 from thinwire.transport.wire.framing import (
@@ -135,6 +136,11 @@ class Connection(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it leads over a relay."""
+        ...
+
     def reading(self) -> ConnectionStats | None: ...
 
     def is_closed(self) -> bool:
@@ -191,12 +197,18 @@ def endpoint_of(connection: socket.socket) -> Endpoint | None:
 
 
 class KernelConnection:
-    """Kernel view of a connection that libzmq owns."""
+    """Kernel view of a connection that libzmq owns.
+
+    Attributes:
+        peer: The other end that the kernel sees; a relayed connection comes from this host.
+        origin: Where the connection comes from, see `origin_of`.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         with borrow_socket(fd, peer=None) as connection:
             self.peer = None if connection is None else endpoint_of(connection)
+        self.origin, self.is_relayed = origin_of(self.peer), is_relayed(self.peer)
         keep_from_children(fd)
 
     def reading(self) -> ConnectionStats | None:

@@ -31,6 +31,8 @@ class DialedConnection:
 
     Args:
         other: The other's public key, which it must prove.
+        is_relayed: Whether address and port lead to a relay.
+        connect_s: Longest wait for the kernel's connection.
 
     Attributes:
         problem: Reason why there is no connection, empty as long as there may be one.
@@ -39,18 +41,18 @@ class DialedConnection:
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], *, address: str, port: int, own: KeyPair, other: bytes,
-        hello: Frame, source_port: int | None = None,
+        hello: Frame, source_port: int | None = None, is_relayed: bool = False, connect_s: float = HANDSHAKE_S,
     ) -> None:  # fmt: skip
         self.since_s = time.monotonic()
         self.problem = ""
         self.is_mistrusted = False
-        self.source_port = source_port
+        self.source_port, self.is_relayed = source_port, is_relayed
         self._tap: KernelConnection | None = None
         self.plug = context.socket(zmq.DEALER)
         try:
             set_socket_options(self.plug)
             self.plug.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-            self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
+            self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(connect_s * 1000))
             self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
             self.plug.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
             self.plug.setsockopt(zmq.CURVE_SECRETKEY, own.private)

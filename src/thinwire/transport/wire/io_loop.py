@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from thinwire.transport.addresses import Address, DialPaths
 from thinwire.transport.base import MOST_REPLICAS
+from thinwire.transport.relay.member import LOOPBACK, RelayMember
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, Connection, key_pair
 from thinwire.transport.wire.dialer import DialedConnection
@@ -41,6 +42,8 @@ _RETRY_S = 0.005
 _LAST_BURSTS = 16
 # Until one of several connections is dialled again.
 _PATH_REDIAL_S = 1.0
+# A direct connection that takes longer is not waited for where there is a relay.
+_DIRECT_S = 3.0
 
 
 def _is_in_use(state: Peer, connection: Connection) -> bool:
@@ -70,6 +73,7 @@ class IoLoop:
     Args:
         num_replicas: None for an open set.
         ports: Ports to try; 0 stands for a free one.
+        relay: Leads to those that cannot be dialled directly; None for no such way.
         on_request: Called in the completion thread with a replica and its request or cancellation, or with None when
             its connection ended.
 
@@ -81,12 +85,12 @@ class IoLoop:
 
     def __init__(
         self, *, replica: int, num_replicas: int | None, secret: Secret, address: str, ports: Sequence[int], role: str,
-        on_request: Callable[[int, RequestFrame | CancelFrame | None], None],
+        on_request: Callable[[int, RequestFrame | CancelFrame | None], None], relay: RelayMember | None = None,
     ) -> None:  # fmt: skip
         self._replica = replica
         self._secret = secret
         self._is_open = num_replicas is None
-        self._on_request = on_request
+        self._on_request, self._relay = on_request, relay
         self._own = Hello(
             replica=replica, num_replicas=num_replicas or MOST_REPLICAS, role=role,
             incarnation=secrets.token_bytes(INCARNATION_BYTES),
@@ -432,10 +436,17 @@ class IoLoop:
         ports = (None,) if planned is None else planned.source_ports[path]
         source_port = ports[self._attempts[key] % len(ports)]
         self._attempts[key] += 1
+        other, connect_s = key_pair(self._secret, replica=peer, role="door"), HANDSHAKE_S
+        # directly where that works, and by the relay in every second attempt
+        is_relayed = self._relay is not None and self._attempts[key] % 2 == 0
+        if self._relay is not None:
+            connect_s = _DIRECT_S
+            if is_relayed:
+                address = Address(host=LOOPBACK, port=self._relay.port_to(other.public_bytes))
         dial = DialedConnection(
             self._context, address=address.host, port=address.port, hello=hello, source_port=source_port,
-            own=key_pair(self._secret, replica=self._replica, role="dialler"),
-            other=key_pair(self._secret, replica=peer, role="door").public,
+            own=key_pair(self._secret, replica=self._replica, role="dialler"), other=other.public,
+            is_relayed=is_relayed, connect_s=connect_s,
         )  # fmt: skip
         self._dialed[key] = dial
         for plug in (dial.plug, dial.monitor):

@@ -53,6 +53,10 @@ class AcceptedConnection:
     def source_port(self) -> int | None:
         return None if self.tap.peer is None else self.tap.peer[1]
 
+    @property
+    def is_relayed(self) -> bool:
+        return self.tap.is_relayed
+
     def close(self) -> None:
         self.tap.shut()
 
@@ -141,7 +145,7 @@ class Listener:
                     tap = KernelConnection(fd := event["value"])
                     self._unproven[fd] = (time.monotonic(), tap)
                     # never by closing the port: libzmq would close all of its connections too
-                    ending = self._pending.add(fd, "" if tap.peer is None else tap.peer[0])
+                    ending = self._pending.add(fd, tap.origin)
                     if ending is not None:
                         self._unproven.pop(ending)[1].shut()
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
@@ -173,7 +177,7 @@ class Listener:
         """Mark a connection as identified, so that `guard` leaves it alone; return it if it was not before."""
         tap = self._forget(fd)
         if tap is not None and tap.peer is not None:
-            self._pending.trust(tap.peer[0])
+            self._pending.trust(tap.origin)
         return tap
 
     def turn_away(self, fd: int) -> None:

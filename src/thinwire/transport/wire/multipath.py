@@ -131,6 +131,10 @@ class MultipathConnection:
     def source_port(self) -> int | None:
         return None  # each path has its own
 
+    @property
+    def is_relayed(self) -> bool:
+        return False  # a relay leads over no planned path
+
     def path_of(self, connection: Connection) -> int | None:
         """Return the path of a connection, None for another one."""
         return next((path for path, one in self._paths.items() if one.connection is connection), None)

@@ -43,12 +43,13 @@ import torch
 
 from thinwire.errors import ConnectError, TransportError
 from thinwire.roles import ROLES, checked_role
-from thinwire.transport.addresses import Address, DialPaths, check_dial_paths
+from thinwire.transport.addresses import Address, DialPaths, RelayPlace, check_dial_paths
 from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, StreamLimits, check_peer
 from thinwire.transport.message import Tamper, header_of, pack
+from thinwire.transport.relay.member import RelayMember
 from thinwire.transport.secret import Secret
 from thinwire.transport.tcp_stats import ConnectionStats
-from thinwire.transport.wire.connection import Connection
+from thinwire.transport.wire.connection import Connection, key_pair
 from thinwire.transport.wire.framing import MOST_NAME_BYTES, CancelFrame, RequestFrame
 from thinwire.transport.wire.io_loop import IoLoop
 from thinwire.transport.wire.multipath import MultipathConnection, PathStats
@@ -73,6 +74,7 @@ class WireTransport:
             below `MOST_REPLICAS`, there are no others until they are added, and a message for one that is not in the
             set is a `PeerLost`.
         role: What this replica does in the run, one of `thinwire.roles.ROLES`; the others learn it.
+        relay: Where others reach this replica, and it reaches them, if they cannot be dialled directly.
         ranks_per_replica: Above 1, each replica here is a rank, and so many consecutive ones are a replica of the run.
 
     Attributes:
@@ -101,7 +103,7 @@ class WireTransport:
 
     def __init__(
         self, *, replica: int, num_replicas: int, secret: Secret, address: str, ports: Sequence[int] = (0,),
-        is_open: bool = False, role: str = ROLES[0], ranks_per_replica: int = 1,
+        is_open: bool = False, role: str = ROLES[0], ranks_per_replica: int = 1, relay: RelayPlace | None = None,
     ) -> None:  # fmt: skip
         self._most_replicas = MOST_REPLICAS if is_open else num_replicas
         if not 0 <= replica < self._most_replicas:
@@ -119,10 +121,18 @@ class WireTransport:
         self._in_flight = StreamLimits()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._loop = IoLoop(
-            replica=replica, num_replicas=None if is_open else num_replicas, secret=secret, address=address,
-            ports=ports, role=checked_role(role), on_request=self._on_request,
-        )  # fmt: skip
+        self._relay = None if relay is None else RelayMember(relay)
+        try:
+            self._loop = IoLoop(
+                replica=replica, num_replicas=None if is_open else num_replicas, secret=secret, address=address,
+                ports=ports, role=checked_role(role), on_request=self._on_request, relay=self._relay,
+            )  # fmt: skip
+        except BaseException:
+            self._close_relay()
+            raise
+        if self._relay is not None:
+            key = key_pair(secret, replica=replica, role="door").public_bytes
+            self._relay.offer(key, address=address, port=self.port)
         # libzmq's threads must end before the interpreter does
         atexit.register(self.close)
 
@@ -294,6 +304,16 @@ class WireTransport:
             self._is_closed = True
         atexit.unregister(self.close)
         self._loop.close(deadline_s=CLOSE_S)
+        self._close_relay()
+
+    def _close_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+
+    def relayed_peers(self) -> tuple[int, ...]:
+        """Return the replicas that are reached by the relay now."""
+        found = {peer: self._connection(peer) for peer in list(self._loop.peers)}
+        return tuple(sorted(peer for peer, one in found.items() if one is not None and one.is_relayed))
 
     def reading(self, peer: int) -> ConnectionStats | None:
         connection = self._connection(peer)

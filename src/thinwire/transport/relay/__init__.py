@@ -1,0 +1,1 @@
+"""Relay: joins TCP connections of hosts that can only dial out; see `server` and `member`."""
