@@ -44,6 +44,8 @@ class Invitation:
     coordinator_key: bytes = b""
     # URI of the carrier on which the run lives, with no host: file:///... or s3://...
     carrier: str = ""
+    # token of the relay that is at host and port, and leads to the coordinator; None where the coordinator is there
+    relay_token: Secret | None = field(default=None, repr=False)
 
     @property
     def place(self) -> str:
@@ -54,9 +56,6 @@ class Invitation:
     def folder_name(self) -> str:
         """Name of a joining host's folder."""
         return _NO_NAME.sub("-", self.carrier or f"{self.host}-{self.port}").strip("-")
-
-    # token of the relay that is at host and port, and leads to the coordinator; None where the coordinator is there
-    relay_token: Secret | None = field(default=None, repr=False)
 
     @property
     def relay(self) -> RelayPlace | None:

@@ -182,6 +182,10 @@ class RunPlace:
             raise refusal("a loop of your own meets no others at a relay", got="an address with a relay",
                           allowed="an address that this host can dial",
                           remedy="thinwire join ADDRESS, or serve= and advertise= on the first host")  # fmt: skip
+        if invitation.carrier:
+            raise refusal("a loop of one's own does not run through a store yet", got=invitation.carrier,
+                          allowed="thinwire://HOST:PORT",
+                          remedy="thinwire train --elastic --via, or an address of a host")  # fmt: skip
         if secret is not None and invitation.secret is not None:
             raise excluded("secret", "this address", why="it holds the secret already", remedy="to leave secret out")
         path = None if invitation.secret is not None else given_secret_file(secret)
