@@ -95,7 +95,9 @@ class CostMeter:
         self._total = CarrierCost()
 
     def count(self, operation: Operation, *, sent_bytes: int = 0, received_bytes: int = 0) -> None:
-        added = CarrierCost(**{f"{operation}s": 1}, sent_bytes=sent_bytes, received_bytes=received_bytes)
+        self.add(CarrierCost(**{f"{operation}s": 1}, sent_bytes=sent_bytes, received_bytes=received_bytes))
+
+    def add(self, added: CarrierCost) -> None:
         with self._lock:
             self._total += added
 

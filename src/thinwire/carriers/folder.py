@@ -48,6 +48,9 @@ class FolderCarrier(Carrier):
         self._meter = CostMeter()
         self._clock: tuple[float, float] | None = None  # steady clock then, and the store's minus it
 
+    def __repr__(self) -> str:
+        return f"file://{self._root}"
+
     def put(self, name: str, payload: Payload, *, only_new: bool) -> bool:
         data, path = as_bytes(payload), self._root / check_name(name)
         self._meter.count("put", sent_bytes=len(data))

@@ -105,6 +105,9 @@ class MemoryCarrier(Carrier):
         """Let the next `times` requests that it concerns fail."""
         self._faults.extend([fault] * fault.times)
 
+    def __repr__(self) -> str:
+        return "memory://"
+
     def put(self, name: str, payload: Payload, *, only_new: bool) -> bool:
         data = bytes(as_bytes(payload))
         fault = self._begin("put", check_name(name))

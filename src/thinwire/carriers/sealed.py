@@ -103,20 +103,21 @@ class SealedCarrier(Carrier):
             part_name = f"{_PARTS}/{group}/{number}"
             return self._inner.put(self._path(part_name), self._seal(part_name, _WHOLE, part), only_new=False)
 
-        is_written = False
-        try:
-            # the parts first: whoever finds the index finds all of them
+        try:  # the parts first: whoever finds the index finds all of them
             with ThreadPoolExecutor(PARTS_AT_ONCE) as pool:
                 list(pool.map(put_part, range(len(starts))))
-            sealed = self._seal(name, _IN_PARTS, memoryview(msgspec.msgpack.encode(index)))
-            is_written = self._inner.put(path, sealed, only_new=only_new)
-        finally:
-            if not is_written:
-                with contextlib.suppress(ThinwireError):  # the first error counts
-                    self._delete_parts(index)
-        if is_written and old is not None:
-            self._delete_parts(old)
-        return is_written
+        except ThinwireError:
+            with contextlib.suppress(ThinwireError):  # the first error counts
+                self._delete_parts(index)
+            raise
+        sealed = self._seal(name, _IN_PARTS, memoryview(msgspec.msgpack.encode(index)))
+        # if this fails, the index may be there, so the parts stay
+        if self._inner.put(path, sealed, only_new=only_new) or self._index(name) == index:
+            if old is not None:
+                self._delete_parts(old)
+            return True
+        self._delete_parts(index)
+        return False
 
     def get(self, name: str, *, most_bytes: int, deadline_s: float) -> torch.Tensor:
         until_s = time.monotonic() + deadline_s

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from s3_server import s3_server
 from store_hosts import SECRET, serving
 
 from thinwire.carriers.base import MOST_NAME_CHARACTERS, Carrier, CarrierCost, CarrierLease, as_bytes
+from thinwire.carriers.bucket import BucketCarrier
 from thinwire.carriers.folder import FolderCarrier
 from thinwire.carriers.hosts import HostsCarrier
 from thinwire.carriers.memory import CarrierFault, MemoryCarrier, MemoryStore
@@ -42,7 +44,20 @@ def on_hosts(folder: Path, closing: contextlib.ExitStack) -> Member:
     return lambda: closing.enter_context(contextlib.closing(HostsCarrier(addresses, secret=SECRET)))
 
 
-STORES = {"memory": in_memory, "folder": in_a_folder, "sealed": sealed_in_memory, "hosts": on_hosts}
+def in_a_bucket(folder: Path, closing: contextlib.ExitStack) -> Member:
+    server = s3_server()
+    url = f"s3://{server.reset()}/run"
+    return lambda: BucketCarrier(url, options=server.options())
+
+
+def by_fsspec(folder: Path, closing: contextlib.ExitStack) -> Member:
+    return lambda: BucketCarrier(f"memory://{folder.name}")
+
+
+STORES = {
+    "memory": in_memory, "folder": in_a_folder, "sealed": sealed_in_memory, "s3": in_a_bucket, "fsspec": by_fsspec,
+    "hosts": on_hosts,
+}  # fmt: skip
 
 
 @pytest.fixture(params=STORES)
