@@ -97,6 +97,27 @@ def bytes_and_losses(results: Results) -> list[str]:
     ]  # fmt: skip
 
 
+def with_muon(results: Results) -> list[str]:
+    _, *found = ladder(results)
+    names = ("data-parallel, Muon", "iso-loco, Muon inside")
+    dense, mine = (next(row.loss for row in found if row.method == name) for name in names)
+    return [f"{dense:.3f}", f"{100 * (mine / dense - 1):.1f}", f"{mine:.3f}"]
+
+
+def with_a_mean(results: Results) -> list[str]:
+    _, *found = ladder(results)
+    mine = next(row for row in found if row.method == "muloco, H 16, mean of 16 values" and row.replicas == 2)
+    return [f"{mine.loss:.4f}", format_bytes(mine.bytes_per_replica).removesuffix(" MB")]
+
+
+def gaps(results: Results) -> list[str]:
+    _, *found = ladder(results)
+    return [
+        f"{next(row.gap_percent for row in found if (row.method, row.replicas) == (name, count)):+.2f}"
+        for count in (2, 4, 8) for name in ("iso-loco", "streaming-diloco")
+    ]  # fmt: skip
+
+
 def wire_rows(results: Results) -> dict[tuple[BenchWire, str], ResultRow]:
     found = [one for one in map(summary, results.lines("wire.jsonl")) if one["repeat"] < OTHER_DAY]
     return {(row.wire, row.contender): row for row in rows(found) if row.num_hosts == 2}
@@ -201,6 +222,21 @@ CLAIMS = {
         pattern=rf"IsoLoCo, sent (\S+ MB) a replica; an all-reduce at every step takes (\S+ GB): (\d+) times as much\. "
         rf"The loss at equal tokens is {NUMBER} % lower \({NUMBER} against {NUMBER} ",
         values=bytes_and_losses,
+    ),
+    "README: with Muon": Claim(
+        page="README.md",
+        pattern=rf"on both sides, data-parallel training ends at {NUMBER} and IsoLoCo {NUMBER} % higher, at {NUMBER}\.",
+        values=with_muon,
+    ),
+    "loss: a mean of global values": Claim(
+        page=BENCHMARKS,
+        pattern=rf"at the rate of data-parallel Muon, ends at {NUMBER} with it .*? for {NUMBER} MB",
+        values=with_a_mean,
+    ),
+    "choosing: gaps of the default": Claim(
+        page="docs/choosing.md",
+        pattern=r"\| --- \| --- \| --- \| " + r" ".join(rf"\| {n} \| {NUMBER} % \| {NUMBER} % \|" for n in (2, 4, 8)),
+        values=gaps,
     ),
     "README: speed at 5 Mbit/s": Claim(
         page="README.md",
