@@ -157,6 +157,14 @@ class RunOver(ThinwireError):
     """An elastic run has come to its end; a replica that joins now is too late."""
 
 
+class CameTooLate(RunOver, SystemExit):
+    """A process came after the end of an elastic run: where its script does not catch this, it exits with 0."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = None
+
+
 class DesyncError(ThinwireError):
     """Replicas that must hold the same global parameters do not."""
 

@@ -1,6 +1,7 @@
 """Elastic replicas as Ray actors: Ray places them and starts them again, and the others go on meanwhile.
 
-`ray.train.torch.TorchTrainer` needs nothing from here: `thinwire.connect()` takes the process group that it makes.
+In `ray.train.torch.TorchTrainer`, `thinwire.connect()` takes the process group that Ray makes, and `connect()` from
+here hides it, so that libraries in the worker see one replica.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from thinwire.sync.method import Method
 from thinwire.training.elastic.job import LoopJob
 from thinwire.training.elastic.own_loop import ElasticOptimizer, RunPlace, join_at
 from thinwire.transport.addresses import free_port
+from thinwire.transport.connect import connect as connect_job
+from thinwire.transport.connect import replace_default_group
+from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 # Ray starts an actor again, and its task, as often as it dies.
@@ -42,7 +46,7 @@ class RayRun:
 
     index: int
     replicas: int
-    uri: str
+    uri: str = field(repr=False)  # holds the secret
     coordinator: Any
 
     def join(
@@ -56,6 +60,22 @@ class RayRun:
             begin=lambda job: ray.get(self.coordinator.begin.remote(job)),
         )  # fmt: skip
         return join_at(place, model, inner, method=method, steps=steps, replicas=self.replicas)
+
+
+def connect(**options: Any) -> RecordingTransport:
+    """Join the workers of a `TorchTrainer`, as `thinwire.connect(solo=True)` does, in place of Ray's process group.
+
+    Call it first in the training function. Move the model by `prepare_model(model, parallel_strategy=None)`: its
+    default would average gradients over all replicas.
+
+    Args:
+        **options: Of `thinwire.connect`, without `solo`.
+
+    Raises:
+        ValueError, ConnectError: As from `thinwire.connect`.
+    """
+    replace_default_group()
+    return connect_job(solo=True, **options)
 
 
 def run_elastic(

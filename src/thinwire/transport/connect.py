@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError, refusal
 from thinwire.events import TransferLog
@@ -42,8 +42,17 @@ from thinwire.transport.addresses import (
     resolve,
 )
 from thinwire.transport.base import RankSubset, Transport, innermost
+from thinwire.transport.default_group import default_store
 from thinwire.transport.forked import kept_from_children
-from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job, is_hidden, job_place, pin_gpus
+from thinwire.transport.job_environment import (
+    JobPlace,
+    ReplicaWorld,
+    hide_job,
+    is_hidden,
+    job_place,
+    pin_gpus,
+    refuse_engines,
+)
 from thinwire.transport.process_group import ProcessGroupTransport, release_within
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store
@@ -113,6 +122,19 @@ def _store_at(place: JobPlace, *, deadline_s: float) -> Any:
             else open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
         )
     return _stores[place.name]
+
+
+def replace_default_group() -> None:
+    """End the default group that a launcher has made, such as Ray; the ranks then meet in its store.
+
+    Without a group or a launcher's variables it does nothing.
+    """
+    place = job_place()
+    if place is None or not dist.is_available() or not dist.is_initialized():
+        return
+    # kept: with the group, rank 0 would end the store while another rank still asks it
+    _stores[place.name] = default_store()
+    dist.destroy_process_group()
 
 
 def connect(
@@ -215,6 +237,8 @@ def connect(
 
 
 def _check_solo(solo: bool) -> None:
+    if solo and not is_hidden():  # a library may set the variables later, for this replica alone
+        refuse_engines(os.environ)
     if is_hidden() and not solo:
         raise refusal("this process joined with solo=True before, which hid the other replicas", got="solo=False",
                       allowed="solo=True", remedy="connect(solo=True) at every call")  # fmt: skip
@@ -222,7 +246,8 @@ def _check_solo(solo: bool) -> None:
         raise refusal(
             "solo=True hides the other replicas, and torch has a default process group already",
             got=f"a group of {dist.get_world_size()} ranks", allowed="no default process group",
-            remedy="connect(solo=True) before init_process_group, and before any Accelerator or Trainer is made",
+            remedy="connect(solo=True) before init_process_group, and before any Accelerator or Trainer is made; in a "
+            "worker of Ray, thinwire.integrations.ray.connect()",
         )  # fmt: skip
 
 
@@ -333,6 +358,35 @@ def _enter_replica(
         with gloo_on(interface_of(address)), _naming_failures(address):
             make_default_group(own, rank=world.rank, world_size=world.size, timeout=timeout)
     hide_job(place, world=world if world is not None and world.size > 1 else None)
+    _take_init_lines()
+
+
+def _take_init_lines() -> None:
+    """Let a script's own `init_process_group` find the replica's group, or make one of this process alone.
+
+    torch would refuse a second default group, and without the launcher's variables a first one.
+    """
+    if getattr(dist.init_process_group, "is_of_thinwire", False):
+        return
+    original = dist.init_process_group
+
+    def init_process_group(
+        backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, **options: Any
+    ) -> None:
+        present = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size not in (-1, present):
+            raise refusal(
+                "connect(solo=True) has given this process the world of one replica, and init_process_group asks for "
+                "another", got=f"world_size={world_size}", allowed=f"{present}, or no world_size",
+                remedy="to delete the line init_process_group(...)",
+            )  # fmt: skip
+        if not dist.is_initialized() and os.environ.get("RANK"):  # of the replica's own world, after `close`
+            original(backend, init_method, timeout, world_size, **options)
+        elif not dist.is_initialized():
+            original(backend, store=HashStore(), rank=0, world_size=1)
+
+    init_process_group.is_of_thinwire = True  # type: ignore[attr-defined]
+    dist.init_process_group = init_process_group  # type: ignore[assignment]
 
 
 def make_default_group(store: Any, *, rank: int, world_size: int, timeout: timedelta) -> None:

@@ -56,10 +56,15 @@ def all_gather_text(own: str) -> list[str]:
     return [part.cpu().numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
 
 
+def default_store() -> Any:
+    """Return the default group's store."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def store_port() -> int:
     """Return the port of the default group's store; 0 if it has none, or this torch does not expose it."""
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return int(store.port)

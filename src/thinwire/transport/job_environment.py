@@ -28,6 +28,12 @@ _MPI = {
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
 # A rank of launchers whose size and hosts thinwire does not read: PMIx alone, Cray PALS, IBM jsrun, Flux, MVAPICH.
 _UNREAD = ("PMIX_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK")
+# Set by `accelerate launch` in every process; the engines that it would start over all ranks, and their names.
+_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
+_ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP",
+            "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}  # fmt: skip
+_ALONE = "accelerate launch started this process alone: on a CPU it starts one, whatever --num_processes is"
+_SEVERAL = "torchrun --nproc-per-node 2 SCRIPT, or accelerate launch --multi_gpu"
 # Ports that Linux does not lend to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 16_000, 12_000
 # Variables by which libraries learn that they are one rank of several.
@@ -91,6 +97,22 @@ def job_place() -> JobPlace | None:
 def is_hidden() -> bool:
     """Return whether this process's variables were removed by `hide_job`."""
     return bool(_hidden)
+
+
+def refuse_engines(environment: Mapping[str, str]) -> None:
+    """Refuse what `accelerate launch` was told to shard the model by, as it would over the ranks of all replicas.
+
+    Raises:
+        ValueError: It was told so.
+    """
+    for name, engine in _ENGINES.items():
+        if environment.get(name, "").lower() in ("1", "true", "yes"):
+            raise refusal(
+                f"accelerate would let {engine} shard the model, and {engine} by accelerate has not been run inside a "
+                f"replica", got=f"{name}={environment[name]}", allowed="one rank a replica, or fully_shard within one",
+                remedy=f"accelerate launch without {engine} (unset {name}); to shard, connect(ranks_per_replica=N) and "
+                f"fully_shard",
+            )  # fmt: skip
 
 
 def hide_job(place: JobPlace, *, world: ReplicaWorld | None) -> None:
@@ -167,6 +189,9 @@ def read_environment(environment: Mapping[str, str]) -> JobPlace | None:
         return None
     if missing:
         present = [name for name in REQUIRED if name not in missing]
+        if "RANK" in missing and environment.get(_ACCELERATE):
+            raise refusal(_ALONE, got=f"{', '.join(present)} without RANK", allowed="several processes",
+                          remedy=_SEVERAL)  # fmt: skip
         raise ValueError(
             f"{', '.join(missing)} must be set where {', '.join(present)} is; start with torchrun, which sets all of "
             f"{', '.join(REQUIRED)}, or unset them all to run in this process alone"

@@ -55,3 +55,10 @@ def test_a_method_may_be_given_by_its_name_where_nothing_else_of_thinwire_is_imp
         [sys.executable, "-c", FIRST, *modules], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_secret_of_a_ray_run_is_in_no_text_of_it() -> None:
+    from thinwire.integrations.ray import RayRun
+
+    run = RayRun(index=0, replicas=2, uri="thinwire://secret@10.0.0.1:29400", coordinator=None)
+    assert "secret" not in repr(run) and "replicas=2" in repr(run)

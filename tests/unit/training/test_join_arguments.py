@@ -66,14 +66,19 @@ def test_a_start_that_another_process_never_ends_is_an_error(monkeypatch: pytest
             thinwire.join("127.0.0.1:29399", model, inner, folder=tmp_path)
 
 
-def test_an_ended_run_is_named_also_while_its_coordinator_still_holds_the_lock(tmp_path: Path) -> None:
+def test_an_ended_run_is_named_also_while_its_coordinator_still_holds_the_lock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / JOB_FILE).write_text("{}\n")
     (tmp_path / JOURNAL_FILE).write_text('{"what":"finished"}\n')
     with (tmp_path / "coordinator.lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         model = nn.Linear(2, 1)
-        with pytest.raises(RunOver, match="has ended; begin another one with folder=NEW-FOLDER"):
+        with pytest.raises(RunOver, match="has ended; begin another one with folder=NEW-FOLDER") as late:
             thinwire.join("127.0.0.1:1", model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    assert isinstance(late.value, SystemExit) and late.value.code is None  # the script exits with 0 ...
+    [line] = [record.getMessage() for record in caplog.records]  # ... after one line
+    assert line.startswith("thinwire: nothing to do: the run in ") and "\n" not in line
 
 
 def test_a_coordinator_that_listens_no_more_is_waited_for_and_one_that_listens_is_taken(

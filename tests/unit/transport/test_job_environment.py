@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from thinwire import compat
-from thinwire.transport.job_environment import VISIBLE_GPUS, launcher_variables, pin_gpus, read_environment
+from thinwire.transport.job_environment import (
+    VISIBLE_GPUS,
+    launcher_variables,
+    pin_gpus,
+    read_environment,
+    refuse_engines,
+)
 
 SLURM = {
     "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "31", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
@@ -133,3 +139,29 @@ def _have_gpus(listed: str | None, number: int, monkeypatch: pytest.MonkeyPatch)
     else:
         monkeypatch.setenv(VISIBLE_GPUS, listed)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"])
+def test_engines_that_accelerate_would_start_over_all_replicas_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"got {name}=true; .* try accelerate launch without .* \(unset {name}\)"):
+        refuse_engines({name: "true"})
+    refuse_engines({name: "false"})
+    refuse_engines({})  # the remedy
+
+
+def test_what_accelerate_itself_sets_for_one_process_of_a_cpu_is_refused_with_a_launcher_that_starts_several() -> None:
+    launch = pytest.importorskip("accelerate.commands.launch", reason="needs accelerate: pip install 'thinwire[hf]'")
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    def environment(count: int) -> dict[str, str]:
+        args = launch.launch_command_parser().parse_args(["--cpu", "--num_processes", str(count), "train.py"])
+        args, *_ = launch._validate_launch_command(args)
+        _, found = prepare_simple_launcher_cmd_env(args)
+        return {name: value for name, value in found.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+    with pytest.raises(ValueError, match=r"accelerate launch started this process alone.* try torchrun --nproc-per-n"):
+        read_environment(environment(2))
+    assert read_environment(environment(1)) is None
+    # the remedy: what torchrun adds to the same environment
+    place = read_environment({**environment(2), "RANK": "1", "WORLD_SIZE": "2"})
+    assert place is not None and (place.rank, place.world_size) == (1, 2)

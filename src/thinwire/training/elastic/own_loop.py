@@ -25,6 +25,7 @@ from thinwire.elastic.coordinator_server import coordinator_keys, own_key
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import read_journal
 from thinwire.errors import (
+    CameTooLate,
     ConnectError,
     DesyncError,
     DroppedBadParts,
@@ -112,7 +113,7 @@ def join(
         ValueError: An argument, with the remedy.
         ConnectError: No coordinator answered.
         Refused: The run trains another model, or by another method.
-        RunOver: The run has ended.
+        RunOver: The run has ended; a script that does not catch it exits with 0, after one line.
 
     Example:
         >>> import tempfile, thinwire
@@ -146,7 +147,11 @@ def join_at(
         identity = new_identity(config_digest=hashlib.sha256(json.dumps(setup).encode()).hexdigest()[:32])
         return LoopJob.of(method, setup=setup, num_replicas=replicas, last_step=steps or 0, identity=identity)
 
-    return ElasticOptimizer(model, inner, method=method, place=place, new_job=new_job)
+    try:
+        return ElasticOptimizer(model, inner, method=method, place=place, new_job=new_job)
+    except RunOver as over:
+        _log.warning("thinwire: nothing to do: %s", over)
+        raise CameTooLate(str(over)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
