@@ -4,7 +4,8 @@
 
 The `nano` preset learns the standard library's bytes with AdamW at a rate of 1e-3. From there it goes on at each rate,
 and every step is a version: bfloat16 weights, of which all codes but E3M0 keep every bit. Mean of the steps but the
-first, whose momentum is of the old rate too.
+first, whose momentum is of the old rate too. The last row is DiLoCo's outer steps on one replica: 30 inner steps at a
+rate of 1e-3, then Nesterov's step at 0.7.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +44,17 @@ class Trainer:
         self.model = build_transformer(preset("nano"), seed=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
         self.generator = torch.Generator().manual_seed(1)
+
+    def outer_step(self, outer: torch.optim.Optimizer, whole: list[torch.Tensor], *, inner_steps: int) -> None:
+        """Train for some steps, and apply their difference to the global parameters."""
+        for _ in range(inner_steps):
+            self.step()
+        with torch.no_grad():
+            for mine, shared in zip(self.model.parameters(), whole, strict=True):
+                shared.grad = shared - mine
+            outer.step()
+            for mine, shared in zip(self.model.parameters(), whole, strict=True):
+                mine.copy_(shared)
 
     def step(self) -> float:
         starts = torch.randint(0, len(self.data) - SEQ - 1, (BATCH,), generator=self.generator)
@@ -89,24 +102,33 @@ def main() -> None:
     print(f"loss {loss:.3f} after {options.steps} steps")
     start = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()))
     rows = []
-    for rate in RATES:
+    for name in (*RATES, "DiLoCo"):
         trainer.model.load_state_dict(start[0])
         trainer.optimizer.load_state_dict(copy.deepcopy(start[1]))
         for group in trainer.optimizer.param_groups:
-            group["lr"] = rate
-        trainer.step()
+            group["lr"] = 1e-3 if name == "DiLoCo" else name
+        whole = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        outer = torch.optim.SGD(whole, lr=0.7, momentum=0.9, nesterov=True)
+
+        def advance(name: object = name, outer: Any = outer, whole: Any = whole) -> None:
+            if name == "DiLoCo":
+                trainer.outer_step(outer, whole, inner_steps=30)
+            else:
+                trainer.step()
+
+        advance()
         old, found = trainer.words(), []
         for _ in range(options.versions):
-            trainer.step()
+            advance()
             new = trainer.words()
             found.append(sizes(old, new))
             old = new
-        row = {"lr": rate, **{name: float(np.mean([one[name] for one in found])) for name in found[0]}}
+        row: dict[str, Any] = {"lr": name, **{key: float(np.mean([one[key] for one in found])) for key in found[0]}}
         rows.append(row)
         ratios = ", ".join(
-            f"{name} {row['dense'] / row[name]:.1f}x" for name in ("patch", "xor_zlib", "raw_indices", "e3m0", "anchor")
+            f"{key} {row['dense'] / row[key]:.1f}x" for key in ("patch", "xor_zlib", "raw_indices", "e3m0", "anchor")
         )
-        print(f"lr {rate:g}: {row['changed']:.2%} changed, {row['patch'] / 1e3:.1f} kB; {ratios}; "
+        print(f"lr {name}: {row['changed']:.2%} changed, {row['patch'] / 1e3:.1f} kB; {ratios}; "
               f"{row['encode_s']:.3f} s to encode, {row['decode_s']:.3f} s to decode")  # fmt: skip
     RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

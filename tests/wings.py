@@ -24,6 +24,7 @@ WINGS: dict[str, tuple[str, ...]] = {
         "multiprocess/test_forked_", "multiprocess/test_gnn_", "multiprocess/test_live_",
         "multiprocess/test_listeners", "multiprocess/test_methods", "multiprocess/test_nursery",
         "multiprocess/test_one_bit_", "multiprocess/test_open_wire", "multiprocess/test_process_group",
+        "multiprocess/test_published_",
         "multiprocess/test_replica_ranks", "multiprocess/test_shared_", "multiprocess/test_slow_replica",
         "multiprocess/test_solo_world", "multiprocess/test_split",
         "multiprocess/test_two_optimizers", "multiprocess/test_uneven_steps",

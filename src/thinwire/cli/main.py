@@ -19,6 +19,9 @@ COMMANDS = {
     "generate": "continue a text with the model of a run",
     "eval": "compute loss and further numbers of the model of a run",
     "export": "write the model of a run for transformers, or as safetensors",
+    "publish": "publish a model's weights as a small patch of the version before",
+    "follow": "keep a folder at the newest version of published weights",
+    "fetch": "fetch published weights by their hash, from several sources",
     "experts": "combine experts that were trained apart",
     "compare": "compare runs",
     "checkpoints": "list a run's checkpoints, and verify them",
@@ -49,6 +52,7 @@ COMMANDS = {
 _MODULES = {
     **dict.fromkeys(("join", "invite", "status", "pause", "resume", "leave"), "elastic_commands"),
     **dict.fromkeys(("generate", "eval", "export"), "model_commands"),
+    **dict.fromkeys(("publish", "follow", "fetch"), "publish_commands"),
 }
 
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from thinwire.carriers.base import Carrier
-from thinwire.carriers.folder import FolderCarrier
+from thinwire.carriers.open import open_carrier, read_address
 from thinwire.elastic.state_transfer import MOST_UNDER_WAY, TransferPlan
-from thinwire.errors import NotThere, PayloadError, StreamError, ThinwireError, refusal
+from thinwire.errors import NotThere, PayloadError, StreamError, ThinwireError
 from thinwire.publish.manifest import Blob, sha256
 
 GET_DEADLINE_S = 300.0
@@ -28,13 +27,10 @@ class StreamSource:
     carrier: Carrier
 
 
-def open_source(where: str | Carrier) -> StreamSource:
-    """Return a carrier, or open the one of a URI; its secret is no part of the name."""
+def open_source(where: str | Carrier, *, may_create: bool) -> StreamSource:
+    """Return a carrier, or open the one of an address; its secret is no part of the name."""
     if isinstance(where, str):
-        if not where.startswith("file:///"):
-            raise refusal("weights cannot be published there", got=where.split("#", 1)[0], allowed="file:///PATH",
-                          remedy="a folder that publisher and followers reach")  # fmt: skip
-        return StreamSource(name=where.split("#", 1)[0], carrier=FolderCarrier(Path(where.removeprefix("file://"))))
+        return StreamSource(name=read_address(where).place, carrier=open_carrier(where, may_create=may_create))
     return StreamSource(name=type(where).__name__, carrier=where)
 
 

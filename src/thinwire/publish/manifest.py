@@ -278,8 +278,8 @@ def blob_of(data: bytes | memoryview) -> Blob:
     return Blob(sha256(data), len(data))
 
 
-def stream_of(manifest: VersionManifest) -> dict[str, Any]:
-    """Return what people want to know of a version, as JSON."""
+def describe(manifest: VersionManifest) -> dict[str, Any]:
+    """Return a version in a form for JSON."""
     return {
         "version": manifest.version, "step": manifest.step, "code": manifest.code,
         "sha256": manifest.result.hex(), "manifest_sha256": sha256(encode(manifest)).hex(),

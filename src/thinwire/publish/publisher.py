@@ -55,7 +55,7 @@ ANCHOR_EVERY = 64
 _ANCHORS_KEPT = 2
 _SHARD_DEADLINE_S = 300.0
 _RETRY_S = (0.5, 2.0)
-_DONE, _FAILED = b"done", b"failed"
+_FAILED = b"failed"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class WeightPublisher:
             raise unknown_name("code", code, CODES)
         if anchor_every < 1:
             raise refusal("anchor_every is too small", got=anchor_every, allowed="1 or more", remedy=str(ANCHOR_EVERY))
-        self._source = open_source(to)
+        self._source = open_source(to, may_create=True)
         self._weights, self._trainable_only = weights, trainable_only
         self._code, self._anchor_every, self._on_problem = cast(Code, code), anchor_every, on_problem
         tensors = tensors_of(weights, trainable_only=trainable_only)
@@ -219,10 +219,10 @@ class WeightPublisher:
             report = ShardReport(self._specs, version.digest, *parts)
             if self._shard.rank:
                 self._put(f"{folder}/{self._shard.rank}", encode(report))
-                self._await_commit(folder)
+                number = self._await_commit(folder)
             else:
-                self._commit(version.step, [report, *self._other_reports(folder)])
-                self._end_attempt(folder, _DONE)
+                number = self._commit(version.step, [report, *self._other_reports(folder)])
+                self._end_attempt(folder, b"%d" % number)
         except (ThinwireError, OSError) as error:
             if isinstance(error, StreamError):
                 self._fault = error
@@ -230,14 +230,16 @@ class WeightPublisher:
             return None
         self._needs_anchor = False
         self._since_anchor = 0 if version.anchor is not None else self._since_anchor + 1
-        return None if self.newest is None else self.newest.version
+        return number
 
     def _fail(self, version: _Version, error: Exception, folder: str) -> None:
         self._needs_anchor = True  # readers miss this version's patch
         self.num_failed += 1
         self._on_problem(f"the weights of step {version.step} were not published: {error}")
-        if not self._shard.rank:
-            with contextlib.suppress(ThinwireError, OSError):  # then the other ranks learn it by their deadline
+        with contextlib.suppress(ThinwireError, OSError):  # then the other ranks learn it by their deadline
+            if self._shard.rank:
+                self._put(f"{folder}/{self._shard.rank}", _FAILED)  # no report
+            else:
                 self._end_attempt(folder, _FAILED)
 
     def _put_part(self, data: bytearray | None) -> Part | None:
@@ -249,7 +251,7 @@ class WeightPublisher:
             self._put(blobs[-1].name, chunk)
         return Part(tuple(blobs))
 
-    def _commit(self, step: int, reports: list[ShardReport]) -> None:
+    def _commit(self, step: int, reports: list[ShardReport]) -> int:
         layout = WeightLayout(tuple(report.tensors for report in reports))
         layout_data = encode(layout)
         files = {name: blob_of(content) for name, content in self._files.items()}
@@ -294,6 +296,7 @@ class WeightPublisher:
             self._interval_s = took_s if not self._interval_s else 0.8 * self._interval_s + 0.2 * took_s
         self._committed_s = now_s
         self._collect()
+        return manifest.version
 
     def _adopt(self, manifest: VersionManifest, digest: bytes) -> None:
         self.newest, self._run, self._parent = manifest, manifest.run, digest
@@ -359,10 +362,11 @@ class WeightPublisher:
             last = folder.rsplit("/", 1)[0] + f"/{self._attempt - 1}"
             self._source.carrier.delete([f"{last}/{rank}" for rank in ("result", *range(1, self._shard.count))])
 
-    def _await_commit(self, folder: str) -> None:
+    def _await_commit(self, folder: str) -> int:
         result = self._await(f"{folder}/result", most_bytes=64)
-        if result != _DONE:
-            raise ThinwireError("the first rank could not commit it; its log says why")
+        if not result.isdigit():
+            raise ThinwireError("another rank could not send its shard, or the first could not commit it")
+        return int(result)
 
     def _await(self, name: str, *, most_bytes: int) -> bytes:
         found = self._source.carrier.fetch(name, most_bytes=most_bytes, deadline_s=_SHARD_DEADLINE_S)

@@ -72,7 +72,7 @@ class WeightSubscriber:
 
     Attributes:
         held: The newest verified version; None before.
-        num_skipped: Versions that were never the held one.
+        num_skipped: Versions since the first held one that were never held.
         num_healed: Times that patches did not verify and an anchor was fetched instead.
         bytes_received: Bytes of verified objects.
     """
@@ -83,7 +83,7 @@ class WeightSubscriber:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         several = sources if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
-        self._sources = [open_source(source) for source in several]
+        self._sources = [open_source(source, may_create=False) for source in several]
         self._max_staleness, self._deadline_s, self._on_finding = max_staleness, deadline_s, on_finding
         self._parallel, self._clock = parallel, clock
         self._newest: VersionManifest | None = None
@@ -177,7 +177,8 @@ class WeightSubscriber:
                 if attempt + 1 == _TRIES:
                     raise
                 continue
-            self.num_skipped += version.manifest.version - self.version - 1
+            if self.held is not None:
+                self.num_skipped += version.manifest.version - self.version - 1
             self.held = version
             return True
         return False
