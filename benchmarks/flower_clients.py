@@ -40,7 +40,7 @@ from thinwire.integrations import flower as thin  # noqa: E402
 RESULTS = Path(__file__).parent / "results" / "flower_clients.jsonl"
 CLIENTS, ROUNDS, SEEDS, WIDTH, WIDE = 10, 20, 3, 128, 1024
 TASKS, TASK_ROUNDS = 4, 20
-PRETRAIN, ADAPTER_ROUNDS, CLIENT_LR, SERVER_LR = 600, 20, 0.05, 5e-3
+PRETRAIN, ADAPTER_ROUNDS = 600, 20
 
 
 def zipped(**more: Any) -> thin.Uplink:
@@ -210,13 +210,19 @@ def masked(up: float, down: float, **tiers: float) -> tuple[thin.Uplink, thin.Do
     )
 
 
-ADAPTERS: dict[str, tuple[thin.Uplink, thin.Downlink | None]] = {
-    "dense": (thin.Uplink("float32"), None),
-    "CELLM 1/4": masked(1 / 4, 1 / 4),
-    "CELLM 1/8": masked(1 / 8, 1 / 8),
-    "CELLM tiers 1/16, 1/4, 1": masked(1 / 4, 1 / 4, phone=1 / 16, pc=1.0),
-    "top-k 1/16 with feedback, E3M0 down": (thin.Uplink("top-k", density=1 / 16), E3M0),
-}
+# codes, the adapters that are trained, and whether the server steps by Adam
+ADAPTERS: dict[str, tuple[thin.Uplink, thin.Downlink | None, str, bool]] = {
+    "dense": (thin.Uplink("float32"), None, "lora_", False),
+    "CELLM 1/4 of B": (*masked(1 / 4, 1 / 4), "lora_B", False),
+    "CELLM 1/8 of B": (*masked(1 / 8, 1 / 8), "lora_B", False),
+    "Adam: dense": (thin.Uplink("float32"), None, "lora_", True),
+    "Adam: CELLM 1/4": (*masked(1 / 4, 1 / 4), "lora_", True),
+    "Adam: CELLM 1/8": (*masked(1 / 8, 1 / 8), "lora_", True),
+    "Adam: CELLM tiers 1/16, 1/4, 1": (*masked(1 / 4, 1 / 4, phone=1 / 16, pc=1.0), "lora_", True),
+    "Adam: top-k 1/16 with feedback, E3M0 down": (thin.Uplink("top-k", density=1 / 16), E3M0, "lora_", True),
+    "Adam: sign-mean, E3M0 down": (thin.Uplink("sign-mean"), E3M0, "lora_", True),
+    "Adam: E3M0 both ways": (thin.Uplink("e3m0"), E3M0, "lora_", True),
+}  # fmt: skip
 
 
 def text_batches(text: torch.Tensor, count: int, seed: int, size: int = 8) -> torch.Tensor:
@@ -261,7 +267,9 @@ def adapters_run(name: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     held_out = text_batches(other[1_200_000:], 8, seed, size=32)
-    up, down = ADAPTERS[name]
+    up, down, trained_names, has_adam = ADAPTERS[name]
+    for parameter, one in model.named_parameters():
+        one.requires_grad_(trained_names in parameter)
     app = ClientApp(mods=[thin.client_mod(up)])
 
     @app.train()
@@ -270,13 +278,13 @@ def adapters_run(name: str, seed: int) -> dict[str, Any]:
         client, round = int(context.node_config["partition-id"]), int(message.content["config"]["server-round"])
         own = other[client * 100_000 : (client + 1) * 100_000]
         trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=CLIENT_LR, momentum=0.9)
+        optimizer = torch.optim.SGD(trained, lr=0.05 if has_adam else 0.3, momentum=0.9)
         for batch in text_batches(own, 4, seed * 10_000 + round * 10 + client):
             optimizer.zero_grad()
             llama_loss(model, batch).backward()
             optimizer.step()
         metrics = MetricRecord({"num-examples": 32})
-        content = RecordDict({"arrays": ArrayRecord(thin.subset_state(model, "lora")), "metrics": metrics})
+        content = RecordDict({"arrays": ArrayRecord(thin.subset_state(model)), "metrics": metrics})
         return Message(content, reply_to=message)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -288,8 +296,9 @@ def adapters_run(name: str, seed: int) -> dict[str, Any]:
 
     tiers = ["phone", "", "pc"] if up.tiers else [""]
     grid = InProcessGrid(app, CLIENTS, lambda node: {"tier": tiers[node % len(tiers)]})
-    strategy = thin.wrap(FedAdam(fraction_evaluate=0.0, eta=SERVER_LR, beta_2=0.999, tau=1e-8), up, down=down)
-    start = ArrayRecord(thin.subset_state(model, "lora"))
+    adam = FedAdam(fraction_evaluate=0.0, eta=5e-3, beta_2=0.999, tau=1e-8)
+    strategy = thin.wrap(adam if has_adam else FedAvg(fraction_evaluate=0.0), up, down=down)
+    start = ArrayRecord(thin.subset_state(model))
     result = strategy.start(grid, start, num_rounds=ADAPTER_ROUNDS, evaluate_fn=evaluate)
     later = strategy.rounds[1:]
     return {
@@ -330,15 +339,15 @@ def report() -> None:
             print(f"| {name} | {lost} | {final:.3f} | {runs[0]['up_bytes'] / 1e6:.2f} MB |")
     print("\n| adapters | loss, seeds 0, 1, 2 | over dense | kB up | kB down | factor |")
     print("| --- | --- | --- | --- | --- | --- |")
-    dense = [one for one in stored("adapters") if one["name"] == "dense"]
+    ends = {(one["name"], one["seed"]): one["loss"][-1] for one in stored("adapters")}
+    float32 = 2 * next((one["kb_up"] for one in stored("adapters") if one["name"] == "dense"), 0.0)  # both ways
     for name in ADAPTERS:
         if runs := [one for one in stored("adapters") if one["name"] == name]:
-            losses = [one["loss"][-1] for one in runs]
-            more = statistics.mean(losses) / statistics.mean(one["loss"][-1] for one in dense[: len(runs)]) - 1
+            dense = "Adam: dense" if name.startswith("Adam") else "dense"
+            more = statistics.mean(one["loss"][-1] / ends[dense, one["seed"]] - 1 for one in runs)
             up, down = (statistics.mean(one[key] for one in runs) for key in ("kb_up", "kb_down"))
-            factor = 2 * dense[0]["kb_up"] / (up + down)  # float32 both ways: plain FedAdam sends float64
-            print(f"| {name} | {' '.join(f'{one:.3f}' for one in losses)} | {100 * more:+.1f} % | {up:.2f} | "
-                  f"{down:.2f} | {factor:.1f} |")  # fmt: skip
+            losses = " ".join(f"{one['loss'][-1]:.3f}" for one in sorted(runs, key=lambda one: one["seed"]))
+            print(f"| {name} | {losses} | {100 * more:+.1f} % | {up:.2f} | {down:.2f} | {float32 / (up + down):.1f} |")
 
 
 def main() -> None:
