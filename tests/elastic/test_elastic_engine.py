@@ -1,16 +1,24 @@
 """Elastic rounds through the real engine: the same bits as static ones, and survivors that stay alike."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
 import torch
+from relay_tap import HOST, SOON_S, TOKEN, Tap
 from torch import nn
-from town import Resident, Town
+from town import Resident, Town, TownShelf
 
 import thinwire
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.transport.addresses import Address, free_port
+from thinwire.transport.blob_store import BlobStore
 from thinwire.transport.loopback import run_replicas
+from thinwire.transport.recording import RecordingRequestTransport
+from thinwire.transport.wire.wire_transport import WireTransport
 
 STEPS = 24
 
@@ -75,8 +83,37 @@ class SeatTransport:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("name", ["diloco", "streaming"])
-def test_without_faults_an_elastic_run_has_the_bits_of_a_static_one(name: str) -> None:
+@contextmanager
+def shelves(by: str) -> Iterator[Callable[[Town, int], Any]]:
+    """Yield a maker of shelves: in memory, or of real wires that reach each other directly or by a relay alone."""
+    if by == "memory":
+        yield TownShelf
+        return
+    with ExitStack() as stack:
+        relay = stack.enter_context(closing(Tap())).place if by == "relay" else None
+        wires = [
+            WireTransport(replica=number, num_replicas=3, secret=TOKEN, address=HOST, is_open=True, relay=relay)
+            for number in range(3)
+        ]
+        stores = [BlobStore(RecordingRequestTransport(wire)) for wire in wires]
+        for one in (*wires, *stores):
+            stack.callback(one.close)
+        for wire in wires:
+            for peer in {0, 1, 2} - {wire.replica}:
+                # a replica dials those with lower numbers
+                port = free_port(HOST) if by == "relay" else wires[peer].port
+                wire.add(peer, address=Address(host=HOST, port=port) if peer < wire.replica else None)
+        for wire in wires:
+            others = tuple(sorted({0, 1, 2} - {wire.replica}))
+            assert wire.wait_until_connected(others, deadline_s=SOON_S) == others
+            assert wire.relayed_peers() == (others if by == "relay" else ())
+        yield lambda town, replica: stores[replica]
+
+
+@pytest.mark.parametrize(
+    ("name", "by"), [("diloco", "memory"), ("streaming", "memory"), ("streaming", "direct"), ("streaming", "relay")]
+)
+def test_without_faults_an_elastic_run_has_the_bits_of_a_static_one(name: str, by: str) -> None:
     def static(transport: thinwire.transport.base.Transport) -> list[torch.Tensor]:
         model = build()
         optimizer = thinwire.DistributedOptimizer(
@@ -87,8 +124,18 @@ def test_without_faults_an_elastic_run_has_the_bits_of_a_static_one(name: str) -
         return global_values(optimizer)
 
     expected = run_replicas(3, static)
+    with shelves(by) as make_shelf:
+        found = lived(name, make_shelf)
+    assert len(found) == 3
+    for replica in range(3):
+        for value, wanted in zip(found[replica], expected[0], strict=True):
+            assert torch.equal(value, wanted)
+
+
+def lived(name: str, make_shelf: Callable[[Town, int], Any]) -> dict[int, list[torch.Tensor]]:
+    """Train three residents of a town to the end, and return their global parameters."""
     town = Town(planned=3)
-    residents = [Resident(town, name=f"host{number}") for number in range(3)]
+    residents = [Resident(town, name=f"host{number}", make_shelf=make_shelf) for number in range(3)]
     found: dict[int, list[torch.Tensor]] = {}
 
     built = {resident.replica: resident_optimizer(resident, name) for resident in residents}
@@ -107,7 +154,4 @@ def test_without_faults_an_elastic_run_has_the_bits_of_a_static_one(name: str) -
     for thread in threads:
         thread.join(timeout=60)
     town.close()
-    assert len(found) == 3
-    for replica in range(3):
-        for value, wanted in zip(found[replica], expected[0], strict=True):
-            assert torch.equal(value, wanted)
+    return found

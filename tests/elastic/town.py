@@ -126,7 +126,10 @@ class Town:
 class Resident:
     """One replica's session and seat."""
 
-    def __init__(self, town: Town, *, name: str, interval_steps: int = 4, held: int = 0) -> None:
+    def __init__(
+        self, town: Town, *, name: str, interval_steps: int = 4, held: int = 0,
+        make_shelf: Callable[[Town, int], Any] = TownShelf,
+    ) -> None:  # fmt: skip
         self.town = town
         self.token = name.encode()
         self._welcome: dict[str, Any] = {}
@@ -135,7 +138,7 @@ class Resident:
         town.say(self.token, "join", version=VERSION, thinwire=__version__, host=name)
         self.replica = int(self._welcome["replica"])
         self.session = CoordinatorSession(replica=self.replica, interval_steps=interval_steps, send=self._say)
-        self.shelf = TownShelf(town, self.replica)
+        self.shelf = make_shelf(town, self.replica)
         self.seat = ReplicaRounds(self.session, self.shelf)
         self.shelf.is_past = self.seat.is_past
         self._say(
