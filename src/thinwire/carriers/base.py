@@ -249,6 +249,10 @@ class Carrier(Protocol):
 
     def cost(self) -> CarrierCost: ...
 
+    def close(self) -> None:
+        """Close what it holds open; most hold nothing."""
+        return
+
     def wait(self, prefix: str, *, after: str, deadline_s: float) -> list[Entry]:
         """Wait for blobs below a folder whose names are greater than `after`; empty if none came in time."""
         until_s = time.monotonic() + deadline_s

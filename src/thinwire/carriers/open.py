@@ -17,6 +17,7 @@ from thinwire.carriers.folder import FolderCarrier
 from thinwire.carriers.memory import MemoryCarrier, MemoryStore
 from thinwire.carriers.sealed import SealedCarrier
 from thinwire.errors import refusal
+from thinwire.transport.addresses import read_host_port
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _ADDRESS = re.compile(r"(?P<place>(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>[^#\s]*))(?:#(?P<secret>[A-Za-z2-7]*))?")
@@ -44,7 +45,9 @@ class CarrierAddress:
 
 
 def read_address(text: str) -> CarrierAddress:
-    """Parse `s3://bucket/prefix#SECRET`, `file:///folder#SECRET` or `memory://name#SECRET`; the secret may be missing.
+    """Parse an address; the secret may be missing.
+
+    `s3://bucket/prefix#SECRET`, `file:///folder#SECRET`, `hosts://a:7700,b:7700,c:7700#SECRET`, `memory://name#SECRET`.
 
     Raises:
         ValueError: It is malformed, or holds credentials, which have no place in an address.
@@ -59,7 +62,7 @@ def read_address(text: str) -> CarrierAddress:
                       allowed="an address without one", remedy="the store's own variables")  # fmt: skip
     if found is None or (found["scheme"] not in ("memory", "file") and not found["rest"]):
         raise refusal("the address of the store cannot be read", got=repr(place[:60]),
-                      allowed="s3://BUCKET/PREFIX#SECRET, gs://, az://, file:///FOLDER, memory://NAME",
+                      allowed="s3://BUCKET/PREFIX#SECRET, gs://, az://, file:///FOLDER, hosts://HOST:PORT,HOST:PORT,...",
                       remedy="the whole address that the first host printed")  # fmt: skip
     if not found["secret"]:
         return CarrierAddress(place=found["place"])
@@ -103,6 +106,13 @@ def open_carrier(
         inner = MemoryCarrier(_STORES.setdefault(rest, MemoryStore()))
     elif scheme == "file":
         inner = FolderCarrier(_folder(known.place, rest))
+    elif scheme == "hosts":
+        from thinwire.carriers.hosts import HostsCarrier  # needs pyzmq
+
+        inner = HostsCarrier(
+            [read_host_port(one, what="a host of the store") for one in rest.rstrip("/").split(",")],
+            secret=known.secret,
+        )
     else:
         inner = BucketCarrier(known.place.rstrip("/"), options=options, requests_per_hour=requests_per_hour)
         inner.check_create_only()

@@ -88,6 +88,9 @@ class SealedCarrier(Carrier):
     def __repr__(self) -> str:
         return f"SealedCarrier({self._inner!r})"
 
+    def close(self) -> None:
+        self._inner.close()
+
     def put(self, name: str, payload: Payload, *, only_new: bool) -> bool:
         data = as_bytes(payload)
         path = self._path(name)

@@ -19,7 +19,7 @@ class StoreOptions:
     """Serve this host's part of a store, for runs that have no bucket and no host that must stay.
 
     Three hosts that run this hold the run's journal together, and any one of them may be lost for good; five outlive
-    the loss of two. Members name all of them: --via hosts://A:7700,B:7700,C:7700/RUN. A host that lost its folder must
+    the loss of two. Members name all of them: --via hosts://A:7700,B:7700,C:7700. A host that lost its folder must
     not come back under its old address: it would have forgotten what it promised.
     """
 

@@ -16,6 +16,7 @@ from thinwire.carriers import hosts as module
 from thinwire.carriers.base import as_bytes
 from thinwire.carriers.host_store import PIECE_BYTES, HostStore, StoreRequest
 from thinwire.carriers.hosts import HostsCarrier
+from thinwire.carriers.open import CarrierAddress, open_carrier
 from thinwire.errors import DeadlineExceeded, NotThere, PayloadError
 from thinwire.transport.addresses import Address, free_port
 from thinwire.transport.secret import Secret
@@ -175,3 +176,14 @@ def test_hostile_requests_and_a_wrong_secret_are_refused(hosts: Hosts, monkeypat
     for number in (0, 10):
         with pytest.raises(ValueError, match="these are no hosts of a store"):
             HostsCarrier([Address(host="a", port=1 + one) for one in range(number)], secret=SECRET)
+
+
+def test_an_address_opens_it_sealed(hosts: Hosts) -> None:
+    place = "hosts://" + ",".join(f"127.0.0.1:{port}" for port in hosts.ports)
+    text = CarrierAddress(place=place, secret=SECRET).text()
+    with contextlib.closing(open_carrier(text, may_create=True)) as ada:
+        assert ada.put("one", b"1", only_new=True)
+    with contextlib.closing(open_carrier(text, may_create=False)) as bob:
+        assert bytes(as_bytes(bob.get("one", most_bytes=9, deadline_s=30))) == b"1"
+    with pytest.raises(ValueError, match=r"a host of the store"):
+        open_carrier(CarrierAddress(place="hosts://a:7700,b", secret=SECRET), may_create=True)
