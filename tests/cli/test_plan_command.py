@@ -54,6 +54,24 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ET.fromstring(figure.read_text()).tag.endswith("svg")
 
 
+def test_a_plan_through_a_store_prices_both_ways_to_exchange(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*HOME, "--method", "diloco", "--min-replicas", "2", "--out", str(tmp_path / "plan.json")]
+    assert plan_command.main([*words, "--via", "s3://bucket/run"]) == 0
+    text = capsys.readouterr().out
+    rounds = float(re.search(r"through S3: ([\d,.]+) rounds an hour", text)[1].replace(",", ""))
+    for way, puts, reads in (("all-gather", 2, 2), ("two-phase", 4, 4)):
+        found = re.search(rf"{way}: ([\d,]+) PUT, ([\d,]+) GET .*; ([\d.]+) USD an hour, ([\d.]+) USD a day", text)
+        hourly = [float(one.replace(",", "")) for one in found.groups()]
+        assert hourly[:2] == pytest.approx([puts * rounds, reads * rounds], rel=1e-3)
+        assert hourly[3] == pytest.approx(24 * hourly[2], rel=1e-3)
+    assert re.search(r"^chosen: all-gather, the cheaper one$", text, re.M)
+    for more in (["--via", "ftp://x"], ["--via", "s3://bucket/run", "--explain"]):
+        assert plan_command.main([*words, *more]) == 2
+        assert "--via" in capsys.readouterr().err
+
+
 def test_the_arithmetic_multiplies_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command.main([*HOME, "--explain", "--out", str(tmp_path / "p.json")]) == 0
     text = capsys.readouterr().out

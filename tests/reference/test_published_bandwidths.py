@@ -24,6 +24,9 @@ from benchmarks.simulate.layered_step import (
     printed_deviations,
     reaching,
 )
+from thinwire.averaging.message_pattern import AllGatherMessages, StoreMessages
+from thinwire.simulate.cluster import star
+from thinwire.simulate.exchange_model import ExchangeModel
 from thinwire.simulate.fluid_network import SimLink
 from thinwire.simulate.task_graph import ComputeTask, TransferTask, run_tasks
 
@@ -126,3 +129,18 @@ def test_on_a_wire_without_limit_nothing_is_lost_but_by_what_cannot_be_hidden():
 def test_settings_out_of_range_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_upload_that_many_read_takes_the_senders_one_payload_and_the_readers_all() -> None:
+    # Covenant-72B (2603.08163): 20 peers at 110 Mbit/s up and 500 down, bfloat16 over 146; 70 s of exchange reported.
+    payload_bits = 72e9 * 16 / 146
+    peers = star([SimLink(bandwidth_bits_per_s=110e6)] * 20, downs=[SimLink(bandwidth_bits_per_s=500e6)] * 20)
+    seconds = {}
+    for pattern in (AllGatherMessages(), StoreMessages(), StoreMessages(is_two_phase=True)):
+        stages = ExchangeModel(pattern=pattern).stages(peers, senders=range(20), members=range(20))
+        rates = [link.bandwidth_bits_per_s for link in peers.links]
+        seconds[pattern] = [max(payload_bits * bits / rates[link] for link, bits in stage.loads) for stage in stages]
+    assert sum(seconds[AllGatherMessages()]) / 70 == pytest.approx(19.5, abs=0.1)
+    up_s, down_s = seconds[StoreMessages()]
+    assert up_s == pytest.approx(71.7, abs=0.1) and down_s == pytest.approx(299.8, abs=0.1)
+    assert sum(seconds[StoreMessages(is_two_phase=True)]) == pytest.approx(71.7 + 30.0, abs=0.1)

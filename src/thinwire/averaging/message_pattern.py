@@ -7,8 +7,8 @@ its links. Sizes are parts of a replica's payload, so that one pattern serves ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,9 @@ class MessageStage:
         num_shards: A message is this part of a replica's payload: 1 for all of it, 4 for a quarter.
         is_ring: Each sender sends to the next receiver only, `num_in_row` messages one after another. Otherwise each
             sender sends one message to every receiver.
-        num_in_row: Messages that each sender sends one after another.
+        num_in_row: Messages that each sender sends one after another; of an upload, the messages of each sender.
+        way: "direct" from sender to receiver; "upload": each sender sends its own to a store, once for all receivers;
+            "download": every receiver reads what the other senders have uploaded.
     """
 
     senders: tuple[int, ...]
@@ -29,11 +31,12 @@ class MessageStage:
     num_shards: int = 1
     is_ring: bool = False
     num_in_row: int = 1
+    way: Literal["direct", "upload", "download"] = "direct"
 
     @property
     def is_all_to_all(self) -> bool:
         """Whether every member sends to every other member."""
-        return not self.is_ring and self.senders == self.receivers
+        return not self.is_ring and self.way == "direct" and self.senders == self.receivers
 
     def messages(self) -> Iterator[tuple[int, int]]:
         """Yield the sender and the receiver of every message.
@@ -137,6 +140,34 @@ class RingMessages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMessages:
+    """All-gather or two-phase exchange through a store: what many read is uploaded once.
+
+    A whole upload comes before its downloads, as of objects. One payload goes out; `M - 1` come in, or
+    `2 (M - 1) / M` in two phases.
+
+    Example:
+        >>> [stage.way for stage in StoreMessages().stages(senders=[0, 1], members=[0, 1])]
+        ['upload', 'download']
+    """
+
+    name: ClassVar[str] = "store"
+
+    is_two_phase: bool = False
+
+    def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
+        sending, everyone, count = tuple(senders), tuple(members), len(members)
+        if not self.is_two_phase:
+            up = MessageStage(senders=sending, receivers=everyone, way="upload")
+            return up, replace(up, way="download")
+        _require_all(self, senders, members)
+        # a shard for each other member first, then the sum of the own shards, which all read
+        parts = MessageStage(senders=everyone, receivers=everyone, num_shards=count, way="upload", num_in_row=count - 1)
+        sums = replace(parts, num_in_row=1)
+        return parts, replace(sums, way="download"), sums, replace(sums, way="download")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTraffic:
     """Traffic and coding of one round, once every warm-up has ended.
 
@@ -162,13 +193,18 @@ def sent_payloads(pattern: MessagePattern, *, num_members: int) -> float:
     Example:
         >>> sent_payloads(AllGatherMessages(), num_members=4), sent_payloads(TwoPhaseMessages(), num_members=4)
         (3.0, 1.5)
+        >>> [sent_payloads(StoreMessages(is_two_phase=both), num_members=4) for both in (False, True)]
+        [1.0, 1.0]
     """
     members = range(num_members)
     sent: dict[int, float] = {}
     for stage in pattern.stages(senders=members, members=members):
         receivers = set(stage.receivers)
+        if stage.way == "download":
+            continue
+        is_counted = stage.is_ring or stage.way == "upload"
         for sender in stage.senders:
-            num_messages = stage.num_in_row if stage.is_ring else len(receivers) - (sender in receivers)
+            num_messages = stage.num_in_row if is_counted else len(receivers) - (sender in receivers)
             sent[sender] = sent.get(sender, 0.0) + num_messages / stage.num_shards
     return max(sent.values())
 

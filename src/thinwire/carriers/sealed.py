@@ -32,11 +32,10 @@ from thinwire.carriers.base import (
     check_name,
     check_size,
 )
+from thinwire.carriers.cost import PART_BYTES
 from thinwire.errors import DeadlineExceeded, MissingExtra, NotThere, PayloadError, ThinwireError, WrongSecret
 from thinwire.transport.secret import Secret
 
-# Larger payloads are cut into parts, each a blob of its own: what fails is sent again in pieces of this size.
-PART_BYTES = 8 * 2**20
 PARTS_AT_ONCE = 4
 _NONCE_BYTES, _TAG_BYTES, _RUN_BYTES = 24, 16, 16
 _OVERHEAD_BYTES = _NONCE_BYTES + _TAG_BYTES + 1

@@ -37,6 +37,7 @@ from thinwire.units import format_bytes, format_count, format_rate, format_secon
 from thinwire.workloads.language.presets import check_model
 
 if TYPE_CHECKING:
+    from thinwire.carriers.cost import StorePrices
     from thinwire.planning.plan import Needs, Outlook, Plan
     from thinwire.planning.training_task import TrainingTask
     from thinwire.site.site_plan import SitePlan
@@ -71,7 +72,7 @@ def main(options: PlanOptions) -> int:
     workload = _workload(options)
 
     def memory(plan: Plan) -> list[str]:
-        return [_memory(plan, workload, cluster, source=source)]
+        return [_memory(plan, workload, cluster, source=source), *_store_lines(plan, options, workload)]
 
     plan = _best_between(options, workload, cluster)
     return _report_between(plan, options, workload, cluster, memory=memory)
@@ -163,6 +164,7 @@ def _best_between(options: PlanOptions, workload: TrainingTask, cluster: Cluster
     wishes = PlanConstraints(
         methods=options.method or COMPARED, intervals=options.interval or INTERVALS, codecs=options.codec,
         min_utilisation=options.min_utilisation, max_penalty=options.max_penalty, min_replicas=options.min_replicas,
+        is_by_store=options.via is not None,
     )  # fmt: skip
     return make_plan(workload, cluster, wishes)
 
@@ -208,6 +210,11 @@ def _report_between(
 def _check(options: PlanOptions) -> None:
     """Check what is to be trained and chosen from, as far as it shows without torch."""
     check_model(options.model)
+    if options.via is not None:
+        if options.inside or options.explain:
+            other = "--explain" if options.explain else "--inside"
+            raise excluded("--via", other, why="it plans direct links", remedy="to leave one out")
+        _prices(options.via)
     if options.torchtitan is not None:
         raise refusal("--torchtitan writes the plan of one site", got=f"{len(options.inside)} of --inside",
                       allowed="1", remedy="--inside site.json")  # fmt: skip
@@ -300,6 +307,42 @@ def _memory(plan: Plan, workload: TrainingTask, cluster: Cluster, *, source: str
     at_once = "" if best.micro_batch is None else f", {best.micro_batch} of {best.batch_size} sequences at a time"
     at_once += ", activations computed again in the backward pass" if best.recompute else ""
     return f"memory: a replica needs about {format_bytes(needed)} of {format_bytes(least)} ({source}){at_once}"
+
+
+def _prices(via: str) -> StorePrices:
+    from thinwire.carriers.cost import PRICES
+
+    scheme = via.partition("://")[0]
+    if scheme not in PRICES or "://" not in via:
+        raise refusal("--via names no store with known prices", got=repr(via.partition("#")[0][:60]),
+                      allowed=", ".join(f"{name}://" for name in PRICES), remedy="--via s3://bucket/run")  # fmt: skip
+    return PRICES[scheme]
+
+
+def _store_lines(plan: Plan, options: PlanOptions, workload: TrainingTask) -> list[str]:
+    """Return what the best candidate's rounds cost through a store, by both ways to exchange, and the choice."""
+    from thinwire.carriers.cost import round_cost
+    from thinwire.planning.simulator_adapter import traffic_of
+
+    best = plan.best.candidate
+    if options.via is None or best.num_replicas == 1:
+        return []
+    prices, method = _prices(options.via), best.make()
+    traffic = traffic_of(method, workload.model, num_replicas=best.num_replicas)
+    payload_bytes = sum(channels[traffic.last_channel] for channels in traffic.payload_bytes) / traffic.num_fragments
+    rounds = 3600 / plan.best.prediction.step_s / method.schedule.sync_interval * traffic.num_fragments
+    costs = [
+        round_cost(way, members=best.num_replicas, payload_bytes=payload_bytes) for way in ("all-gather", "two-phase")
+    ]
+    cheaper = min(costs, key=lambda cost: cost.usd(prices)).topology
+    chosen = best.exchange or traffic.exchange.pattern.name
+    why = "the cheaper one" if chosen == cheaper else f"the sooner one; {cheaper} is cheaper"
+    return [
+        f"through {prices.name}: {rounds:,.1f} rounds an hour of {format_bytes(payload_bytes)} a replica; prices "
+        f"recalled: {prices.put:g} USD a million PUT, {prices.get:g} a million GET, {prices.egress:g} a GB read",
+        *(cost.describe(prices, rounds_per_hour=rounds) for cost in costs),
+        f"chosen: {chosen}, {why}",
+    ]
 
 
 def _shown_outlooks(plan: Plan) -> Iterator[Outlook]:

@@ -114,6 +114,9 @@ class PlanOptions(ClusterOptions):
     """Largest predicted excess over the loss of data-parallel training, as a share."""
     min_replicas: int = option(1, least=1)
     """Smallest number of machines."""
+    via: str | None = None
+    """Store through which payloads travel, such as s3://bucket/run (r2:// for R2's prices): each is uploaded once and
+    read by all. The output says what all-gather and two-phase exchange cost there."""
     explain: bool = False
     """Show the calculation."""
     out: Path = Path("plan.json")

@@ -71,6 +71,8 @@ class SimulateOptions(ClusterOptions):
     """Slower replica, such as 2=1.5 for replica 2. Repeatable."""
     outage: tuple[str, ...] = ()
     """Replica that dies and returns, such as 1=60s-300s; 1=60s never returns. Repeatable."""
+    by_store: bool = False
+    """Payloads travel through a store, as s3://: each is uploaded once and read by all."""
     detection: str = "10s"
     """Time until the others continue without a dead replica."""
     seed: int = 0
@@ -86,7 +88,7 @@ def main(options: SimulateOptions) -> int:
     names = options.method or _METHODS
     _check(options, names, cluster)
     # torch, which takes seconds: what shows without it has been refused by now
-    from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
+    from thinwire.planning.simulator_adapter import simulated_cluster, through_store, traffic_of
     from thinwire.training.build import make_method
     from thinwire.workloads.language import build_model
 
@@ -102,6 +104,8 @@ def main(options: SimulateOptions) -> int:
     for name in names:
         method = make_method(_config(name, options))
         traffic = traffic_of(method, model, num_replicas=cluster.num_replicas)
+        if options.by_store:
+            traffic = through_store(traffic, num_members=cluster.num_replicas)
         run = simulate_training(
             method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
             num_steps=options.steps, exchange=traffic.exchange, recovery=recovery, seed=options.seed,

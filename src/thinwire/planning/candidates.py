@@ -24,7 +24,15 @@ from thinwire.planning.predict import (
     interval_outer_s,
     predict,
 )
-from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simulated_cluster, stages_of, traffic_of
+from thinwire.planning.simulator_adapter import (
+    Traffic,
+    condensed,
+    faster,
+    simulated_cluster,
+    stages_of,
+    through_store,
+    traffic_of,
+)
 from thinwire.planning.training_task import TrainingTask
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule
@@ -234,8 +242,9 @@ def step_times(cluster: Cluster, workload: TrainingTask, names: Sequence[str], *
 class CandidateTimes:
     """Run times of the candidates of one workload on one cluster; shared parts are computed once."""
 
-    def __init__(self, workload: TrainingTask, cluster: Cluster) -> None:
+    def __init__(self, workload: TrainingTask, cluster: Cluster, *, is_by_store: bool = False) -> None:
         self.workload, self.cluster = workload, cluster
+        self._is_by_store = is_by_store
         self._machines = {machine.name: machine for machine in cluster.machines}
         self._known: dict[object, Any] = {}
 
@@ -328,7 +337,8 @@ class CandidateTimes:
                 ("view", repr(method.view)),
                 lambda: method.view.bind(model, inner=torch.optim.AdamW(model.parameters())),
             )
-            return traffic_of(method, model, num_replicas=candidate.num_replicas, view=view)
+            traffic = traffic_of(method, model, num_replicas=candidate.num_replicas, view=view)
+            return through_store(traffic, num_members=candidate.num_replicas) if self._is_by_store else traffic
 
         return self._once(("traffic", *_sending(candidate)), make)
 

@@ -60,6 +60,7 @@ class PlanConstraints:
     layers: Sequence[int] = LAYERS  # blocks a fragment to choose from
     codecs: Sequence[str] = ()  # codes to choose from; none for all that a method goes with
     min_replicas: int = 1  # the fewest machines
+    is_by_store: bool = False  # whether payloads travel through a store: uploaded once, read by many
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -109,7 +110,7 @@ class _Search:
         self.workload, self.cluster, self.constraints = workload, cluster, constraints
         self._reasons: dict[str, tuple[str, int]] = {}
         self._machines = {machine.name: machine for machine in cluster.machines}
-        self._times = CandidateTimes(workload, cluster)
+        self._times = CandidateTimes(workload, cluster, is_by_store=constraints.is_by_store)
         self._penalties: dict[tuple[object, ...], LossPenalty | None] = {}
         self._micro_batches: dict[tuple[int, float], int] = {}
 

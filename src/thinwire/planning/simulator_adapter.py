@@ -13,7 +13,13 @@ from torch import nn
 from thinwire import simulate
 from thinwire.averaging.cost import most_members
 from thinwire.averaging.exchange import DescribesTraffic, Exchange, Shapes, numel_of
-from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic, sent_payloads
+from thinwire.averaging.message_pattern import (
+    AllGatherMessages,
+    RoundTraffic,
+    StoreMessages,
+    TwoPhaseMessages,
+    sent_payloads,
+)
 from thinwire.averaging.mixing import Neighbours
 from thinwire.averaging.topology import AllReplicas
 from thinwire.planning.cluster import Cluster
@@ -226,6 +232,21 @@ def traffic_of(
         exchange=common,
         outer_operations=outer_operations,
     )
+
+
+def through_store(traffic: Traffic, *, num_members: int) -> Traffic:
+    """Return the same traffic through a store: what many read is uploaded once.
+
+    Raises:
+        ValueError: It travels by another pattern than all-gather or two-phase, or between neighbours.
+    """
+    pattern = traffic.exchange.pattern
+    if traffic.exchange.is_direct or not isinstance(pattern, AllGatherMessages | TwoPhaseMessages):
+        raise ValueError(f"no store carries payloads between neighbours or of the pattern {pattern.name}")
+    by_store = StoreMessages(is_two_phase=isinstance(pattern, TwoPhaseMessages))
+    # a request and its answer are one trip, and no receiver grants room
+    exchange = replace(traffic.exchange, pattern=by_store, num_trips=1, opening_bytes=inf)
+    return replace(traffic, exchange=exchange, times_sent=sent_payloads(by_store, num_members=num_members))
 
 
 def _round_traffic(exchange: Exchange, shapes: Shapes, *, num_members: int) -> RoundTraffic:

@@ -99,6 +99,25 @@ class SimCluster:
                     self._add(loads, self._middle((a, b), is_working), num_senders * num_receivers)
         return tuple(sorted(loads.items())), self._longest_s(senders, receivers)
 
+    def through_store(
+        self, senders: Sequence[int], receivers: Sequence[int], *, is_upload: bool
+    ) -> tuple[Loads, float]:
+        """Return what the accesses carry when senders upload one bit each, or receivers read the others' bits.
+
+        The store's own links have no limit, and it is as distant as the most distant pair.
+
+        Example:
+            >>> link = SimLink(bandwidth_bits_per_s=1e9, latency_s=0.01)
+            >>> [star([link] * 3).through_store((0, 1, 2), (0, 1, 2), is_upload=up)[0] for up in (True, False)]
+            [((0, 1.0), (1, 1.0), (2, 1.0)), ((3, 2.0), (4, 2.0), (5, 2.0))]
+        """
+        loads: dict[int, float] = {}
+        among = set(senders)
+        for host in senders if is_upload else receivers:
+            way = self.ways_out[host] if is_upload else self.ways_in[host]
+            self._add(loads, way, 1 if is_upload else len(senders) - (host in among))
+        return tuple(sorted(loads.items())), self._longest_s(senders, receivers)
+
     def _middle(self, sites: tuple[int, int], is_working: IsWorking | None) -> Loads:
         paths = self.paths.get(sites, ())
         healthy = [path for path in paths if is_working is None or all(is_working(link) for link, _ in path)]

@@ -44,6 +44,10 @@ class LinkStage:
             loads = tuple((link, bits * stage.num_in_row / stage.num_shards) for way in ways for link, bits in way)
             latency_s = stage.num_in_row * max(cluster.latency_s(way) for way in ways)
             return LinkStage(loads=loads, latency_s=latency_s, num_messages=stage.num_in_row, part=part)
+        if stage.way != "direct":
+            loads, latency_s = cluster.through_store(stage.senders, stage.receivers, is_upload=stage.way == "upload")
+            loads = tuple((link, bits * stage.num_in_row / stage.num_shards) for link, bits in loads)
+            return LinkStage(loads=loads, latency_s=latency_s, part=part)
         loads, latency_s = cluster.spread(stage.senders, stage.receivers, is_working=is_working)
         loads = tuple((link, bits / stage.num_shards) for link, bits in loads)
         return LinkStage(loads=loads, latency_s=latency_s, part=part)

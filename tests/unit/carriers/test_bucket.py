@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import traceback
@@ -12,7 +13,7 @@ from s3_server import CREDENTIALS, S3Server, error, s3_server
 
 from thinwire.carriers.base import Carrier, as_bytes
 from thinwire.carriers.bucket import BucketCarrier
-from thinwire.carriers.cost import RequestBudget
+from thinwire.carriers.cost import PART_BYTES, PRICES, RequestBudget, round_cost
 from thinwire.carriers.open import CarrierAddress, open_carrier, read_address
 from thinwire.errors import (
     AccessRefused,
@@ -184,6 +185,16 @@ def test_no_hour_has_more_requests_than_the_budget_and_a_twentieth() -> None:
     assert 950 <= polls <= 1001
     with pytest.raises(ValueError, match="above 0"):
         RequestBudget(0)
+
+
+def test_rounds_cost_what_their_requests_and_bytes_do() -> None:
+    free = dataclasses.replace(PRICES["s3"], egress=0.0)
+    naive = round_cost("all-gather", members=8, payload_bytes=PART_BYTES)
+    assert (60 * naive.puts, 60 * naive.gets) == (480, 3360)
+    assert 60 * dataclasses.replace(naive, polls=0).usd(free) == pytest.approx(0.003744)
+    both = round_cost("two-phase", members=8, payload_bytes=PART_BYTES)
+    assert (both.puts, both.gets, both.egress_bytes) == (64, 112, 14 * PART_BYTES)
+    assert round_cost("all-gather", members=2, payload_bytes=PART_BYTES + 1).puts == 2 * 3  # two parts and an index
 
 
 def test_polls_of_a_bucket_keep_to_the_budget(server: S3Server) -> None:
