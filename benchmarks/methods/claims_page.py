@@ -35,8 +35,8 @@ HEAD = """# What the papers claim, and what shows here
 Each method stands beside the kind of baseline that its own paper has. Both sides have a learning rate of their own
 whose best value lies inside a grid; on the digits outer options are tuned too where the page says so. A verdict is
 computed from the numbers beside it: *shown* where all of them hold, *shown in part* where some do, *not shown here*
-where none does but that of bytes. *One seed* stands where a difference is as small as that of two seeds, and has no
-more of them yet.
+where none does but that of bytes. *Few seeds* stands where a difference is as small as that of two seeds, and has not
+three of them yet.
 
 ```sh
 python benchmarks/methods/claims.py      # digits: what is not stored yet
@@ -234,7 +234,7 @@ class Claim:
         if all(one.is_of_bytes for one in found):
             return "not measured"
         if all(one.holds for one in found) and len(found) == len(self.evidence):
-            return "shown, one seed" if any(one.needs_seeds for one in found) else "shown"
+            return "shown, few seeds" if any(one.needs_seeds for one in found) else "shown"
         shows = any(one.holds for one in found if not one.is_of_bytes)
         return "shown in part" if shows else "not shown here"
 
@@ -380,7 +380,7 @@ CLAIMS: Mapping[str, Claim] = {
 
 def page(stored: Stored) -> str:
     """Return the page's text."""
-    order = ("shown", "shown, one seed", "shown in part", "not shown here", "not measured", "no claim")
+    order = ("shown", "shown, few seeds", "shown in part", "not shown here", "not measured", "no claim")
     rows: list[tuple[int, str]] = []
     reasons: list[str] = []
     for name in RECIPES:

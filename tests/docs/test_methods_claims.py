@@ -40,7 +40,7 @@ def test_a_verdict_follows_from_its_measures(script: ModuleType) -> None:
         "shown", "shown in part", "not shown here", "not measured"]  # fmt: skip
     assert verdict(True) == "shown in part"  # the other measure was not run
     assert verdict(True, is_of_bytes=True) == "not measured"
-    assert verdict(True, True, needs_seeds=True) == "shown, one seed"
+    assert verdict(True, True, needs_seeds=True) == "shown, few seeds"
 
 
 def test_a_side_is_tuned_before_its_seeds_run_and_its_best_rate_lies_inside(script: ModuleType) -> None:
