@@ -97,3 +97,17 @@ def test_wrong_addresses_and_models_are_refused(
         error = capsys.readouterr().err
         assert text in error, error
         assert address[-52:] not in error
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--publish file:///shared/stream#abc", "--publish holds a secret"),
+        ("--publish file:///shared/stream --elastic", "--publish does not go with --elastic"),
+        ("--publish file:///shared/stream --tp 2", "--publish does not go with replicas of several ranks"),
+    ],
+)
+def test_runs_that_cannot_publish_are_refused(options: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    assert main(["train", *options.split()]) == 2
+    assert text in capsys.readouterr().err

@@ -246,6 +246,9 @@ class OutputConfig:
     """Steps between two checkpoints; 0 saves only at the end. Default: 100 for nano, else 500."""
     checkpoint_auto: bool = option(False, is_free=True)
     """Choose the interval from the cost of a checkpoint and the failures so far."""
+    publish: str | None = option(None, is_free=True)
+    """Publish the global parameters every --sync-interval steps, for thinwire follow: file:///FOLDER or s3://BUCKET/RUN,
+    without a secret. The whole address is in follow-address.txt of the run's folder."""
     samples: bool = option(True, is_free=True)
     """Write samples.json: how the model continues two texts before and after training. On by default."""
     tensorboard: bool = option(False, is_free=True, is_local=True)
@@ -430,6 +433,14 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding, is_elastic = config.run.on_finding, config.elastic.is_enabled
     has_documents, windows = config.data.sequences != "windows", "--sequences windows"  # a plan may name documents
     checks = [
+        (config.output.publish is not None and "#" in config.output.publish,
+         refusal("--publish holds a secret, and options are stored in the run's folder", got="an address with #",
+                 allowed="one without", remedy="to leave out # and what follows; the run makes a secret")),
+        (config.output.publish is not None and is_elastic,
+         excluded("--publish", "--elastic", why="any replica may leave", remedy="to leave one of them out")),
+        (config.output.publish is not None and not is_elastic and config.parallel.ranks > 1,
+         excluded("--publish", "replicas of several ranks", why="one process publishes the whole model",
+                  remedy="thinwire.WeightPublisher in a loop of your own")),
         (config.model.lora is not None and is_elastic,
          excluded("--lora", "--elastic", why="a replica that joins would fetch the frozen weights too",
                   remedy="to leave one of them out")),

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.workloads.workload import Data
+
+if TYPE_CHECKING:
+    from thinwire.training.publishing import PublishedSteps
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 _CLOSING_NOTES = 1000
@@ -154,6 +157,7 @@ class _Replica:
         if not is_begun:
             self._run = identity_from_json(self._of_all_ranks({"run": self._run.to_json()})[0]["run"])
         self._checkpoints = self._checkpoints_of(self._run)
+        self._published: PublishedSteps | None = None
 
     def run(
         self, loggers: Sequence[Logger], warn: Callable[[str], None], on_start: Callable[[int], None]
@@ -193,6 +197,8 @@ class _Replica:
                 meter.write_warning(step + 1, message=complaint)
             with self._optimizer:  # a run that fails waits for no replica, and warns of no missing steps
                 training.run()
+                if self._published is not None:
+                    self._published.close(training.step)
                 return self._close(training, warn)
         except Stopped:
             raise
@@ -298,8 +304,20 @@ class _Replica:
             held_out=lambda num_batches: workload.held_out(config, data, num_batches),
             watch=step_monitor_of(config, optimizer, log=transport.log), checkpoints=self._checkpoints, passes=passes,
             memory=None if config.parallel.activation_memory is None else passes,
-            stop=self._stop,
+            stop=self._stop, policy=self._publishing(model, optimizer, warn),
         )  # fmt: skip
+
+    def _publishing(
+        self, model: nn.Module, optimizer: DistributedOptimizer, warn: Callable[[str], None]
+    ) -> PublishedSteps | None:  # fmt: skip
+        if self._config.output.publish is None or self._transport.replica:
+            return None
+        from thinwire.training.publishing import PublishedSteps
+
+        self._published = PublishedSteps(
+            optimizer, model, self._config, files=dict(self._companion.files()), warn=warn
+        )  # fmt: skip
+        return self._published
 
     @property
     def _leads(self) -> bool:
