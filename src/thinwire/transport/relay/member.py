@@ -46,6 +46,8 @@ LOOPBACK, _RELAYED = "127.0.0.1", "relay:"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 # Connections that others have asked for and that are being made.
 _MOST_CALLS = 64
+# Connections and registrations of this process in all.
+_MOST_TASKS = 1024
 _log = logging.getLogger(__name__)
 # Addresses from which relayed connections come, by the end that a listener of this process sees.
 _origins: dict[tuple[str, int], str] = {}
@@ -200,6 +202,9 @@ class RelayMember:
             server.close()
 
     async def _lead(self, near: Pipe, name: bytes) -> None:
+        if len(self._tasks) > _MOST_TASKS:  # other users of this machine reach the port too
+            near.abort()
+            return
         try:
             far = await self._open(DIAL, name)
         except (OSError, TimeoutError, RelayError) as error:
