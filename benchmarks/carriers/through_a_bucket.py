@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -91,16 +92,12 @@ class PacedRelay:
     """Passes on each connection to a port at a rate, each way."""
 
     def __init__(self, target: int) -> None:
-        import socket
-
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        import socket
-
         while True:
             caller, _ = self._listener.accept()
             called = socket.create_connection(("127.0.0.1", self._target))
@@ -115,87 +112,90 @@ class PacedRelay:
         target.close()
 
 
-def measure(kind: str, *, options: argparse.Namespace, overlap: int) -> dict[str, Any]:
-    """Run once; return throughput and requests."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+class MeasuredRun:
+    """A run of two replicas over the wire or a far store.
+
+    Args:
+        folder: For the coordinator.
+        is_far: Whether it runs through the store.
+        options: Of the command.
+    """
+
+    def __init__(self, folder: Path, *, is_far: bool, options: argparse.Namespace) -> None:
+        self.folder, self.is_far, self.options = folder, is_far, options
+        self.opened: list[Carrier] = []
+        self.found: list[dict[str, float]] = []
+        self._store, self._until, self._lock = MemoryStore(), threading.Event(), threading.Lock()
+        self._port = free_port("127.0.0.1")
         secret = make_secret(folder / "secret")
-        store, opened, until = MemoryStore(), [], threading.Event()
-        lock = threading.Lock()
-        is_far = kind == "bucket"
-
-        def open_far(uri: str, **more: Any) -> Carrier:
-            opened.append(FarCarrier(MemoryCarrier(store), requests_per_hour=options.budget))
-            return opened[-1]
-
+        self._invitation = Invitation(host="127.0.0.1", port=self._port, secret=secret)
         if is_far:
-            mailbox.open_run = open_far  # type: ignore[assignment]
-        port = free_port("127.0.0.1")
-        invitation = Invitation(
-            host="" if is_far else "127.0.0.1", port=0 if is_far else port, secret=secret,
-            carrier="memory://far" if is_far else "",
-        )  # fmt: skip
+            self._invitation = Invitation(carrier="memory://far", secret=secret)
+            mailbox.open_run = self._open  # type: ignore[assignment]
 
-        def begin(job: dict[str, Any]) -> None:
-            with lock:
-                if (folder / JOB_FILE).exists():
-                    return
-                (folder / JOB_FILE).write_text(json.dumps(job))
+    def _open(self, uri: str, **more: Any) -> Carrier:
+        self.opened.append(FarCarrier(MemoryCarrier(self._store), requests_per_hour=self.options.budget))
+        return self.opened[-1]
+
+    def _begin(self, job: dict[str, Any]) -> None:
+        with self._lock:
+            if (self.folder / JOB_FILE).exists():
+                return
+            (self.folder / JOB_FILE).write_text(json.dumps(job))
+        threading.Thread(target=self._coordinate, args=(job,), daemon=True).start()
+
+    def _coordinate(self, job: dict[str, Any]) -> None:
+        if self.is_far:
             lines = [{"what": "job", "job": job}, {"what": "run", **job["identity"]}]
-
-            def work() -> None:
-                if is_far:
-                    coordinate_on(open_far(""), run_dir=folder, first_lines=lines, say=logging.warning, until=until)
-                else:
-                    coordinate(
-                        folder, secret_path=folder / "secret", address="127.0.0.1", port=port, say=logging.warning,
-                        until=until,
-                    )  # fmt: skip
-
-            threading.Thread(target=work, daemon=True).start()
-
-        found: list[dict[str, float]] = []
-
-        def replica() -> None:
-            own = free_port("127.0.0.1")
-            reach: Any = {"address": "127.0.0.1"}
-            if not is_far:
-                reach |= {"port_range": f"{own}-{own}", "advertise": f"127.0.0.1:{PacedRelay(own).port}"}
-            place = RunPlace(
-                invitation=invitation, folder=folder, secret_file=None, is_here=False, reach=reach, begin=begin
+            coordinate_on(
+                self._open(""), run_dir=self.folder, first_lines=lines, say=logging.warning, until=self._until
             )
-            model = torch.nn.Linear(options.parameters // 500 - 1, 500)
-            inner = torch.optim.SGD(model.parameters(), lr=0.01)
-            method = diloco(sync_interval=options.sync_interval)
-            if overlap:
-                method = streaming_diloco(sync_interval=options.sync_interval, overlap_steps=overlap)
-            began_s, steps = 0.0, 0
-            with join_at(place, model, inner, method=method, steps=options.steps, replicas=2) as optimizer:
-                began_s = time.monotonic()
-                while not optimizer.is_finished:
-                    model(torch.ones(1, model.in_features)).sum().backward()
-                    time.sleep(options.step_s)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps += 1
-                rounds = optimizer.statistics.rounds_applied
-                took_s = time.monotonic() - began_s
-            found.append({"steps_per_s": steps / took_s, "took_s": took_s, "rounds": float(rounds)})
+        else:
+            coordinate(
+                self.folder, secret_path=self.folder / "secret", address="127.0.0.1", port=self._port,
+                say=logging.warning, until=self._until,
+            )  # fmt: skip
 
-        threads = [threading.Thread(target=replica, daemon=True) for _ in range(2)]
+    def _replica(self) -> None:
+        options, own = self.options, free_port("127.0.0.1")
+        reach: Any = {"address": "127.0.0.1"}
+        if not self.is_far:
+            reach |= {"port_range": f"{own}-{own}", "advertise": f"127.0.0.1:{PacedRelay(own).port}"}
+        place = RunPlace(
+            invitation=self._invitation, folder=self.folder, secret_file=None, is_here=False, reach=reach,
+            begin=self._begin,
+        )  # fmt: skip
+        model = torch.nn.Linear(options.parameters // 500 - 1, 500)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        method = diloco(sync_interval=options.sync_interval)
+        if options.overlap:
+            method = streaming_diloco(sync_interval=options.sync_interval, overlap_steps=options.overlap)
+        with join_at(place, model, inner, method=method, steps=options.steps, replicas=2) as optimizer:
+            began_s = time.monotonic()
+            while not optimizer.is_finished:
+                model(torch.ones(1, model.in_features)).sum().backward()
+                time.sleep(options.step_s)
+                optimizer.step()
+                optimizer.zero_grad()
+            took_s = time.monotonic() - began_s
+        self.found.append({"took_s": took_s, "rounds": float(optimizer.statistics.rounds_applied)})
+
+    def run(self) -> dict[str, Any]:
+        """Return throughput and requests; the last, blocking exchange and the wait for the end do not count."""
+        threads = [threading.Thread(target=self._replica, daemon=True) for _ in range(2)]
         for one in threads:
             one.start()
         for one in threads:
             one.join()
-        until.set()
-    requests = [one.cost().requests for one in opened]
-    took_s = max(one["took_s"] for one in found)
-    return {
-        "kind": kind, "overlap": overlap, "took_s": round(took_s, 1), "rounds": found[0]["rounds"],
-        "throughput": round(options.steps * options.step_s / took_s, 3),
-        "requests_per_hour": [round(one * 3600 / took_s) for one in requests],
-        "load": [round(one, 1) for one in os.getloadavg()],
-    }  # fmt: skip
+        self._until.set()
+        took_s = max(one["took_s"] for one in self.found)
+        return {
+            "kind": self.options.kind, "overlap": self.options.overlap, "took_s": round(took_s, 1),
+            "rounds": self.found[0]["rounds"],
+            "throughput": round(self.options.steps * self.options.step_s / took_s, 3),
+            "requests_per_hour": [round(one.cost().requests * 3600 / took_s) for one in self.opened],
+            "load": [round(one, 1) for one in os.getloadavg()],
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -210,7 +210,9 @@ def main() -> None:
     parser.add_argument("kind", choices=("wire", "bucket"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps(measure(options.kind, options=options, overlap=options.overlap)))
+    with tempfile.TemporaryDirectory() as name:
+        run = MeasuredRun(Path(name), is_far=options.kind == "bucket", options=options)
+        print(json.dumps(run.run()))
 
 
 if __name__ == "__main__":

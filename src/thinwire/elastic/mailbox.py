@@ -22,13 +22,15 @@ import msgspec
 from thinwire.elastic.carried_blobs import PollBudget, PollPace
 from thinwire.elastic.carried_journal import LostLeadership
 from thinwire.elastic.protocol import Message, decode, encode
-from thinwire.errors import ConnectError, NotThere, PayloadError, ThinwireError, TransportError, refusal
+from thinwire.errors import ConnectError, NotThere, PayloadError, ThinwireError, TransportError
 
 if TYPE_CHECKING:
     from thinwire.carriers.base import Carrier
     from thinwire.elastic.coordinator import Coordinator
     from thinwire.transport.secret import Secret
 
+# Budget of each process on a store that is paid for; at list prices about 2 cents an hour where all of it is used.
+REQUESTS_PER_HOUR = 7200.0
 _LOOK_S, _AGAIN_S = 0.1, 4.0
 # Heartbeats alone are written no more often; a replica counts as silent after 20 s.
 _BEAT_S = 4.0
@@ -81,25 +83,29 @@ def open_run(uri: str, *, secret: Secret, may_create: bool = False) -> Carrier:
     """Open the place of a run on a carrier, sealed with its secret; runs of other secrets have places of their own.
 
     Raises:
-        ValueError: There is no such carrier, or no run of this secret in it and none may be created.
-        MissingExtra: What sealing needs is not installed.
+        ValueError: There is no such carrier, or it writes twice what was to be new.
+        ConnectError: There is no run of this secret, and none may be created.
+        MissingExtra: What sealing or the store needs is not installed.
     """
-    from thinwire.carriers.folder import FolderCarrier
-    from thinwire.carriers.sealed import SealedCarrier
+    from thinwire.carriers.open import CarrierAddress, open_carrier, read_address
 
-    scheme, _, place = uri.partition("://")
-    if scheme != "file":
-        raise refusal("there is no carrier of this kind", got=f"{scheme}://", allowed="file:///FOLDER",
-                      remedy="a folder that all hosts mount")  # fmt: skip
-    root = Path(place) / secret.derive("thinwire carrier v1 place").hex()[:24]
-    if may_create:
-        root.parent.mkdir(parents=True, exist_ok=True)
-    elif not root.is_dir():
-        raise refusal(
-            f"there is no run of this secret in {uri}", got="a secret of another run, or a folder that is not mounted",
-            allowed="the address that thinwire train --elastic --via printed", remedy="that whole address, once more",
-        )  # fmt: skip
-    return SealedCarrier(FolderCarrier(root), secret, may_create=may_create)
+    place = f"{read_address(uri).place.rstrip('/')}/{secret.derive('thinwire carrier v1 place').hex()[:24]}"
+    if place.startswith("file://"):
+        if not may_create and not Path(place.removeprefix("file://")).is_dir():
+            raise _no_run(uri)
+        Path(uri.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+    address = CarrierAddress(place=place, secret=secret)
+    try:
+        return open_carrier(address, may_create=may_create, requests_per_hour=REQUESTS_PER_HOUR)
+    except NotThere:
+        raise _no_run(uri) from None
+
+
+def _no_run(uri: str) -> ConnectError:
+    return ConnectError(
+        f"there is no run of this secret in {uri}: take the whole address that thinwire train --elastic --via printed, "
+        f"and see that the folder or bucket is the same one here"
+    )
 
 
 def _read(carrier: Carrier, name: str, kind: type[Any], *, most_bytes: int = _MOST_BATCH_BYTES) -> Any:

@@ -124,7 +124,7 @@ class ElasticRounds:
         overdue_steps = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._overdue_steps = overdue_steps if allows_overdue else 0.0
         self._last_step = last_step
-        self._spreads = AdaptiveTimeout(least_s=max(_MIN_VOTE_S, 3 * message_s), most_s=_MAX_VOTE_S)
+        self._spreads = AdaptiveTimeout(least_s=min(_MAX_VOTE_S, max(_MIN_VOTE_S, 3 * message_s)), most_s=_MAX_VOTE_S)
         self._message_s = message_s
 
     @property

@@ -211,7 +211,7 @@ class ElasticConfig:
     begin_with: int | None = option(None, is_free=True)
     """Replicas on all hosts that must have joined before the first step. Default: --replicas."""
     via: str | None = option(None, is_free=True, is_local=True)
-    """Run through a store that all hosts reach, such as file:///FOLDER; hosts only dial out."""
+    """Run through a store that all hosts reach, such as s3://BUCKET/RUNS or file:///FOLDER."""
     invite_only: bool = option(False, is_free=True)
     """Let other hosts join by one-time invitations of thinwire invite only."""
     relay: str | None = option(None, is_free=True, is_local=True)
