@@ -100,6 +100,7 @@ QUOTES: Sequence[tuple[str, str, Callable[[], Sequence[str]]]] = (
         interval("nano"), interval("35m")]),
     ("docs/methods.md", r"thinwire train takes (\w+) as its inner optimizer by default", lambda: [
         str(resolved(method="muloco").optimizer.inner_optimizer).title()]),
+    ("docs/methods-claims.md", r"its default momentum of ([\d.]+) ends", lambda: [default_of("co2", "outer_momentum")]),
     ("docs/split.md", r"in ([\d.]+) bits forward and ([\d.]+) backward by default", lambda: [
         bits(ActivationCode().forward), bits(ActivationCode().backward)]),
     ("docs/split.md", r"`patience_s`, (\d+) s by default", lambda: [
