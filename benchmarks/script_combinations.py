@@ -69,18 +69,18 @@ class Combination:
 
 ROWS = {
     "run_clm": Combination(
-        file="run_clm.py", project="transformers, examples", packages="transformers accelerate datasets evaluate",
+        file="run_clm.py", project="transformers, examples", packages="transformers accelerate",
         words="run_clm.py --model_name_or_path causal --train_file text.txt --validation_file text.txt --do_train "
         f"--do_eval --block_size 32 {TRAINER}",
     ),
     "run_clm, streamed": Combination(
-        file="run_clm.py", project="transformers, examples", packages="transformers accelerate datasets evaluate",
+        file="run_clm.py", project="transformers, examples", packages="transformers accelerate",
         words="run_clm.py --model_name_or_path causal --dataset_name streamed --streaming --do_train "
         f"--max_train_samples 500 --block_size 32 {TRAINER}",
     ),
     "run_summarization": Combination(
         file="run_summarization.py", project="transformers, examples",
-        packages="transformers accelerate datasets evaluate",
+        packages="transformers accelerate",
         words="run_summarization.py --model_name_or_path encoder-decoder --train_file pairs.json --text_column text "
         f"--summary_column summary --do_train --max_source_length 32 --max_target_length 16 {TRAINER}",
     ),
@@ -101,10 +101,10 @@ ROWS = {
         words="trl grpo --model_name_or_path causal --dataset_name prompts --reward_funcs rewards.variety "
         f"--num_generations 2 --max_completion_length 8 {TRAINER}",
     ),
-    "training_stsbenchmark": Combination(
-        file="training_stsbenchmark.py", project="sentence-transformers, cross encoder",
-        packages="sentence-transformers transformers", words="training_stsbenchmark.py",
-        checkpoint="output/*/replica-{n}/checkpoint-80/trainer_state.json", resume="",
+    "training_batch_hard_trec": Combination(
+        file="training_batch_hard_trec.py", project="sentence-transformers, examples",
+        packages="sentence-transformers transformers", words="training_batch_hard_trec.py",
+        checkpoint="output/*/*/replica-{n}/checkpoint-*/trainer_state.json", resume="",
     ),
     "complete_nlp_example": Combination(
         file="complete_nlp_example.py", project="Accelerate, examples", packages="accelerate transformers evaluate",
@@ -155,7 +155,7 @@ def make_assets(folder: Path) -> None:
             decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
             pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)),
         "bert-base-cased": transformers.BertForSequenceClassification(bert),
-        "distilbert/distilroberta-base": transformers.BertForSequenceClassification(bert),
+        "sentence-transformers/all-distilroberta-v1": transformers.BertModel(bert),
     }  # fmt: skip
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -175,9 +175,9 @@ def make_assets(folder: Path) -> None:
     (folder / "rewards.py").write_text(
         "def variety(completions, **kwargs):\n    return [float(len(set(text.split()))) for text in completions]\n"
     )
-    scored = [{"sentence1": a, "sentence2": b, "score": len(set(a) & set(b)) / 20} for a, b in halves]
-    for split, rows in {"train": scored * 20, "validation": scored[:60], "test": scored[:60]}.items():
-        write_rows(folder / f"sentence-transformers/stsb/{split}.jsonl", rows)
+    kinds = [{"text": text, "coarse_label": 0, "fine_label": n % 4} for n, text in enumerate(texts * 2)]
+    for split, rows in {"train": kinds, "test": kinds[:100]}.items():
+        write_rows(folder / f"omkar334/trec/{split}.jsonl", rows)
     labelled = [{"idx": n, "sentence1": a, "sentence2": b, "label": n % 2} for n, (a, b) in enumerate(halves)]
     for split, rows in {"train": labelled[:500], "validation": labelled[500:]}.items():
         write_rows(folder / f"nyu-mll/glue/{split}.jsonl", rows)
@@ -274,6 +274,37 @@ def versions(packages: str) -> str:
     return ", ".join(found)
 
 
+def without_text(value: Any) -> Any:
+    """Return a run's numbers without the end of its log, which names folders of the machine."""
+    return {key: one for key, one in value.items() if key != "end"} if isinstance(value, dict) else value
+
+
+def table() -> str:
+    """Return the table of the page, from the newest stored result of each combination."""
+    stored = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+    lines = [
+        "| script | versions | lines added | two replicas | collectives | killed, resumed |",
+        "| - | - | - | - | - | - |",
+    ]
+    for name in [name for name in ROWS if name in stored]:
+        row = stored[name]
+        whole, resumed = row["whole"], row.get("resumed")
+        if not whole["sha256"]:
+            lines.append(f"| `{name}` | {row['versions']} | 0 | failed | | |")
+            continue
+        is_same = resumed is not None and resumed["sha256"] == whole["sha256"]
+        end = (
+            "the script cannot resume"
+            if not ROWS[name].resume
+            else "not killed in time"
+            if resumed is None
+            else "unequal"
+        )
+        equal, end = f"equal after {whole['steps']} steps", "same bits" if is_same else end
+        lines.append(f"| `{name}` | {row['versions']} | 0 | {equal} | {whole['collectives']} | {end} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Run combinations, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,7 +326,11 @@ def main() -> int:
             row = measure(name, ROWS[name], scripts=options.scripts.resolve(), assets=assets, work=work.resolve())
             print(json.dumps(row, indent=1), flush=True)
             with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                kept = {key: without_text(value) for key, value in row.items()}
+                file.write(json.dumps(kept) + "\n")
+    if options.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
     return 0
 
 

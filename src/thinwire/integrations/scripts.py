@@ -318,6 +318,10 @@ class ScriptReplica:
         self._files.append(f"{path / 'replica-N'}")
         return str(path / own)
 
+    def describe_files(self, text: str) -> None:
+        """Add to the line on files."""
+        self._files.append(text)
+
     def own_checkpoint(self, given: Any) -> Any:
         """Return this replica's checkpoint for one that the script names, which may be another replica's.
 
@@ -523,6 +527,7 @@ class _AcceleratorCalls:
                           allowed="prepare(model, optimizer), or the model before", remedy=PAGE)  # fmt: skip
         if accelerator.device_placement:
             model.to(accelerator.device)
+        self._replica.describe_files("save_state to replica-N below its folder, saved models by replica 0")
         joined = DistributedOptimizer(model, one, method=self._replica.method(), transport=self._replica.transport)
         self._replica.loops.append(
             Loop(name="Accelerator", optimizers=lambda: [joined], closes_itself=False, model=model)
