@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from thinwire.transport.addresses import free_port
 from thinwire.transport.secret import make_secret
 
 STEPS, SYNC_INTERVAL, REPLICAS = 12, 4, 2
+STEP_S = 0.1
 
 
 class Members:
@@ -116,6 +118,7 @@ class Run:
                     # data by the number in the run, so that the order of joins does not matter
                     seed = torch.Generator().manual_seed(1000 * me + optimizer.steps_done)
                     model(torch.randn(4, 7, generator=seed)).square().sum().backward()
+                    time.sleep(STEP_S)  # else who is a millisecond slower leaves out steps
                     optimizer.step()
                     optimizer.zero_grad()
             with order:
