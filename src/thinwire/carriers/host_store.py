@@ -15,7 +15,6 @@ from typing import Literal
 
 import msgspec
 
-from thinwire.carriers.base import check_name
 from thinwire.carriers.majority import MOST_NUMBER, MOST_WRITER_CHARACTERS, Acceptor, AcceptorReply, Ballot
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
@@ -29,6 +28,8 @@ MOST_NAMES = 1000
 _MOST_FRAME_BYTES = PIECE_BYTES + (1 << 16)
 _WAITING = 256
 _TICK_S, _GUARD_S = 0.1, 0.5
+# Keys of a table, never paths.
+_NAME = re.compile(r"[A-Za-z0-9_=./-]{1,1024}")
 _BLOB = re.compile(r"[0-9a-f]{32}")
 _What = Literal["read", "prepare", "accept", "forget", "names", "store", "load", "drop"]
 
@@ -226,7 +227,7 @@ def _checked(frame: memoryview) -> StoreRequest:
         elif asked.what == "names":
             is_sound = len(asked.name) + len(asked.after) <= 1024
         else:
-            is_sound = bool(check_name(asked.name))
+            is_sound = bool(_NAME.fullmatch(asked.name))
         number, writer = asked.ballot
         is_sound &= 0 <= number < MOST_NUMBER and len(writer) <= MOST_WRITER_CHARACTERS
         is_sound &= len(asked.data) <= PIECE_BYTES

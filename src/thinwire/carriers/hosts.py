@@ -74,16 +74,20 @@ class HostsCarrier(Carrier):
     Args:
         hosts: Addresses of all of them, in one order for all members; 3 outlive the loss of one, 5 of two.
         secret: The run's.
+        folder: Where all names of this carrier lie; runs with different ones do not meet.
         home: Index of the host that keeps this member's large blobs; by default each of them is tried.
 
     Raises:
         ValueError: Too many hosts, none, or one twice.
     """
 
-    def __init__(self, hosts: Sequence[Address], *, secret: Secret, home: int | None = None) -> None:
+    def __init__(
+        self, hosts: Sequence[Address], *, secret: Secret, folder: str = "", home: int | None = None
+    ) -> None:  # fmt: skip
         if not 1 <= len(hosts) <= MOST_HOSTS or len(set(hosts)) < len(hosts):
             raise refusal("these are no hosts of a store", got=len(hosts), allowed=f"1 to {MOST_HOSTS} different ones",
                           remedy="three hosts that each run thinwire store")  # fmt: skip
+        self._folder = check_name(folder) + "/" if folder else ""
         self._where = [host_port(one.host, one.port) for one in hosts]
         self._connections = _HostConnections(hosts, secret=secret)
         self._meter = CostMeter()
@@ -133,14 +137,19 @@ class HostsCarrier(Carrier):
 
     def listing(self, prefix: str, *, after: str = "") -> list[Entry]:
         self._meter.count("list")
-        start, found = check_name(prefix) + "/", dict[str, Entry]()
+        start, found = f"{self._folder}{check_name(prefix)}/", dict[str, Entry]()
+        after = f"{self._folder}{after}"
         while True:
             request = StoreRequest(number=0, what="names", name=start, after=after)
             answers = self._ask(request, self._majority, deadline_s=_OPERATION_S)
             ends = []
             for answer in answers.values():
                 for name, head, written_s in answer.names:
-                    found[name] = Entry(name=name, num_bytes=_size(head, name), modified_s=written_s)
+                    if not name.startswith(start):
+                        raise PayloadError("a host of the store lists names that were not asked for")
+                    found[name] = Entry(
+                        name=name.removeprefix(self._folder), num_bytes=_size(head, name), modified_s=written_s
+                    )
                 if len(answer.names) >= MOST_NAMES:
                     ends.append(answer.names[-1][0])
             if not ends:
@@ -156,7 +165,9 @@ class HostsCarrier(Carrier):
             everyone: _Enough = lambda answers: len(answers) == len(self._where)  # noqa: E731
             with contextlib.suppress(DeadlineExceeded):  # a host that is away keeps it
                 self._ask(
-                    StoreRequest(number=0, what="forget", name=name), everyone, deadline_s=self._connections.limit_s
+                    StoreRequest(number=0, what="forget", name=self._folder + name),
+                    everyone,
+                    deadline_s=self._connections.limit_s,
                 )
             if value is not None and (elsewhere := _elsewhere(value, name, self._where)) is not None:
                 self._drop(elsewhere)
@@ -207,7 +218,7 @@ class HostsCarrier(Carrier):
 
     def _value(self, name: str, *, deadline_s: float = _OPERATION_S) -> bytes | None:
         """Return the value that is chosen for a name, None for none."""
-        hosts, request = len(self._where), StoreRequest(number=0, what="read", name=name)
+        hosts, request = len(self._where), StoreRequest(number=0, what="read", name=self._folder + name)
 
         def enough(answers: Mapping[int, StoreAnswer]) -> bool:
             replies = [one.reply for one in answers.values() if one.reply is not None]
@@ -233,7 +244,9 @@ class HostsCarrier(Carrier):
                 attempt = attempt.next()
                 continue
             what: Literal["prepare", "accept"] = "prepare" if phase == "prepare" else "accept"
-            request = StoreRequest(number=0, what=what, name=name, ballot=attempt.ballot, data=attempt.value or b"")
+            request = StoreRequest(
+                number=0, what=what, name=self._folder + name, ballot=attempt.ballot, data=attempt.value or b""
+            )
 
             def after(answers: Mapping[int, StoreAnswer]) -> BallotAttempt:
                 found = attempt  # noqa: B023

@@ -41,7 +41,7 @@ def sealed_in_memory(folder: Path, closing: contextlib.ExitStack) -> Member:
 def on_hosts(folder: Path, closing: contextlib.ExitStack) -> Member:
     hosts = [closing.enter_context(serving(folder / str(number))) for number in range(3)]
     addresses = [Address(host="127.0.0.1", port=host.port) for host in hosts]
-    return lambda: closing.enter_context(contextlib.closing(HostsCarrier(addresses, secret=SECRET)))
+    return lambda: closing.enter_context(contextlib.closing(HostsCarrier(addresses, secret=SECRET, folder="run")))
 
 
 def in_a_bucket(folder: Path, closing: contextlib.ExitStack) -> Member:

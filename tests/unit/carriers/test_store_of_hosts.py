@@ -151,7 +151,7 @@ def test_hostile_requests_and_a_wrong_secret_are_refused(hosts: Hosts, monkeypat
     ada = hosts.member()
     ada.put("one", b"1", only_new=True)
     bad = [
-        StoreRequest(number=1, what="read", name="../key"),
+        StoreRequest(number=1, what="read", name="a key"),
         StoreRequest(number=1, what="store", blob="../../key", data=b"x"),
         StoreRequest(number=1, what="load", blob="0" * 31 + "/"),
         StoreRequest(number=1, what="store", blob="0" * 32, offset=-1, data=b"x"),
@@ -185,5 +185,8 @@ def test_an_address_opens_it_sealed(hosts: Hosts) -> None:
         assert ada.put("one", b"1", only_new=True)
     with contextlib.closing(open_carrier(text, may_create=False)) as bob:
         assert bytes(as_bytes(bob.get("one", most_bytes=9, deadline_s=30))) == b"1"
+    elsewhere = open_carrier(CarrierAddress(place=f"{place}/other", secret=SECRET), may_create=True)
+    with contextlib.closing(elsewhere) as eve, pytest.raises(NotThere):
+        eve.get("one", most_bytes=9, deadline_s=30)
     with pytest.raises(ValueError, match=r"a host of the store"):
         open_carrier(CarrierAddress(place="hosts://a:7700,b", secret=SECRET), may_create=True)
