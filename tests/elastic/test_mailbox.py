@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from thinwire.carriers.memory import CarrierFault, MemoryCarrier, MemoryStore
 from thinwire.elastic import mailbox
 from thinwire.elastic.carried_blobs import CarriedBlobs, PollBudget
-from thinwire.elastic.carried_journal import CarriedJournal, run
+from thinwire.elastic.carried_journal import CarriedJournal, decode_entry, run
 from thinwire.elastic.mailbox import LeaderWatch, MailboxConnection, open_run
-from thinwire.elastic.protocol import VERSION
-from thinwire.errors import ConnectError
+from thinwire.elastic.protocol import VERSION, encode
+from thinwire.errors import ConnectError, PayloadError
 from thinwire.training.elastic.carried_coordinator import coordinate_on
 from thinwire.transport.blob_store import BlobStore
 from thinwire.transport.secret import Secret
@@ -182,6 +183,80 @@ def test_a_watch_sees_a_leader_that_is_gone_or_has_resigned() -> None:
     assert watch.is_gone()
 
 
+class Listener:
+    """A coordinator that hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+
+    def handle(self, token: bytes, message: Any, *, now_s: float) -> None:
+        self.heard.append(token)
+
+    def tick(self, now_s: float) -> None: ...
+
+
+def test_members_that_flood_or_lie_hold_up_none_and_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_MOST_CURSORS", 8)
+    store, now, said = MemoryStore(is_virtual=True), [0.0], list[str]()
+    carrier, coordinator = MemoryCarrier(store), Listener()
+    budget = PollBudget(an_hour=UNLIMITED, now=lambda: now[0])
+    server = mailbox.MailboxServer(
+        carrier, term=3, generation="g", say=said.append, budget=budget, now=lambda: now[0]
+    )  # fmt: skip
+
+    def write(token: bytes, number: int, *, size: int = 0, place: bytes = b"") -> None:
+        messages = [encode("command", verb="status", target=""), *([bytes(size)] if size else [])]
+        letters = {"token": token, "number": number, "messages": messages}
+        name = f"in/{(place or token).hex()}/{number:010d}"
+        carrier.put(name, msgspec.msgpack.encode(letters), only_new=True)
+
+    flood, honest = b"f" * 16, b"x" * 16
+    for number in range(1, 300):
+        write(flood, number)
+    write(honest, 1)
+    server.step(coordinator, turn=lambda: None)  # type: ignore[arg-type]
+    assert honest in coordinator.heard and len(coordinator.heard) == 256
+    for number in range(8):  # 56 MB at once
+        write(flood, 400 + number, size=7 << 20)
+    write(b"t" * 4096, 1, place=b"t")
+    for number in range(20):
+        write(bytes([number]) * 16, 1)
+    for number in (1 << 40, -1):
+        carrier.put(f"in/aa/{number:010d}", msgspec.msgpack.encode([honest, number, []]), only_new=True)
+    while carrier.listing("in"):
+        now[0] += 10.0
+        before = carrier.cost().received_bytes
+        server.step(coordinator, turn=lambda: None)  # type: ignore[arg-type]
+        assert carrier.cost().received_bytes - before <= 32 << 20
+    assert len(server._cursors) == 8 and max(map(len, server._cursors)) == 16
+    assert any("no object of this thinwire" in text for text in said), said
+    assert set(coordinator.heard) == {flood, honest, *(bytes([number]) * 16 for number in range(20))}
+
+
+def test_a_reader_that_a_forged_head_led_away_comes_back() -> None:
+    store, now = MemoryStore(is_virtual=True), [0.0]
+    carrier = MemoryCarrier(store)
+    budget = PollBudget(an_hour=UNLIMITED, now=lambda: now[0])
+    server = mailbox.MailboxServer(carrier, term=3, generation="g", say=print, budget=budget, now=lambda: now[0])
+    reader = mailbox.BroadcastReader(carrier, budget=budget, now=lambda: now[0])
+    server.flush()
+    assert [(one.term, one.number) for one in reader.read()] == [(3, 0)]
+    for forged in (mailbox.Head(term=1 << 30, number=0), mailbox.Head(term=3, number=1 << 30)):
+        now[0] += 4.0  # so that it looks
+        carrier.put(mailbox.HEAD, msgspec.msgpack.encode(forged), only_new=False)
+        assert list(reader.read()) == [] and (reader.term, reader.number) == (forged.term, forged.number)
+        for _ in range(5):
+            now[0] += 7.0
+            server.flush()
+            found = [one.number for one in reader.read()]
+        assert reader.term == 3 and found
+    with pytest.raises(PayloadError, match="out/head is no object"):  # before a term that no journal takes
+        carrier.put(mailbox.HEAD, msgspec.msgpack.encode(mailbox.Head(term=1 << 62, number=0)), only_new=False)
+        LeaderWatch(carrier, budget=budget).is_gone()
+    with pytest.raises(ValueError, match="position 7 of the journal is no entry"):
+        decode_entry(b'{"term":1,"holder":"h","lines":[{"what":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", position=7)
+
+
 def blob(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8)
 
@@ -219,6 +294,9 @@ def test_a_place_without_a_run_of_the_secret_is_refused(tmp_path: Path) -> None:
         open_run(f"file://{tmp_path}", secret=Secret(key=bytes(32)))
     open_run(f"file://{tmp_path}", secret=Secret(key=bytes(32)), may_create=True)
     open_run(f"file://{tmp_path}", secret=Secret(key=bytes(32)))  # the remedy
+    for may_create in (True, False):  # a part that is there beside those that are to be made
+        open_run(f"file://localhost{tmp_path}/of%20us/runs", secret=Secret(key=bytes(32)), may_create=may_create)
+    assert (tmp_path / "of us" / "runs").is_dir() and not (tmp_path / "of%20us").exists()
     store = MemoryStore()
     line = MailboxConnection(MemoryCarrier(store), on_message=lambda message: None)
     assert isinstance(line.no_answer(deadline_s=1.0), ConnectError)

@@ -366,7 +366,7 @@ class Carrier(Protocol):
 def _lease(data: bytes, *, name: str, position: int) -> CarrierLease:
     try:
         found = msgspec.json.decode(data, type=CarrierLease)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # all errors of msgspec are ValueErrors
         raise PayloadError(f"record {position} of lease {name} is no lease: {error}") from None
     is_sound = found.name == name and found.position == position and 1 <= found.term <= MOST_POSITION
     if not is_sound or not math.isfinite(found.start_s) or not 0 < found.seconds <= MOST_LEASE_S:

@@ -191,6 +191,8 @@ class HostStore:
         return StoreAnswer(number=asked.number, now_s=now_s, reply=reply, names=names, data=data)
 
     def _store(self, asked: StoreRequest) -> None:
+        if not asked.offset:  # a blob begins again where the answer to its first piece was lost
+            self._drop(asked.blob)
         if self._held_bytes + len(asked.data) > self._most_bytes:
             raise OSError(0, f"blobs take {self._held_bytes} bytes here, and at most {self._most_bytes} are allowed")
         with (self._blobs / asked.blob).open("r+b" if asked.offset else "wb") as file:

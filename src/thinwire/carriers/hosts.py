@@ -431,7 +431,7 @@ class _HostConnections:
                 frames = plug.recv_multipart(zmq.DONTWAIT)
                 try:
                     answer = msgspec.msgpack.decode(frames[0], type=StoreAnswer)
-                except msgspec.DecodeError:
+                except ValueError:  # of msgspec or of a text
                     continue  # of another version: it counts as no answer
                 with self._condition:
                     waiting = self._waiting.get(answer.number)

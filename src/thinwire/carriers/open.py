@@ -105,7 +105,11 @@ def open_carrier(
     if scheme == "memory":
         inner = MemoryCarrier(_STORES.setdefault(rest, MemoryStore()))
     elif scheme == "file":
-        inner = FolderCarrier(_folder(known.place, rest))
+        folder = folder_of(known.place)
+        if not folder.parent.is_dir():
+            raise refusal("the folder's parent does not exist", got=folder.parent, allowed="a folder that exists",
+                          remedy=f"mkdir -p {folder.parent}")  # fmt: skip
+        inner = FolderCarrier(folder)
     elif scheme == "hosts":
         from thinwire.carriers.hosts import HostsCarrier  # needs pyzmq
 
@@ -118,13 +122,11 @@ def open_carrier(
     return SealedCarrier(inner, known.secret, may_create=may_create)
 
 
-def _folder(place: str, rest: str) -> Path:
-    host, _, path = rest.partition("/")
+def folder_of(place: str) -> Path:
+    """Return the folder of an address `file:///FOLDER`; `%20` is a space."""
+    host, _, path = place.partition("://")[2].partition("/")
     folder = Path("/" + unquote(path))
     if host not in ("", "localhost") or path == "":
         raise refusal("the folder's address cannot be read", got=place, allowed="file:///FOLDER, from the root",
                       remedy="file:///shared/run")  # fmt: skip
-    if not folder.parent.is_dir():
-        raise refusal("the folder's parent does not exist", got=folder.parent, allowed="a folder that exists",
-                      remedy=f"mkdir -p {folder.parent}")  # fmt: skip
     return folder

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -46,6 +47,7 @@ _ROOT, _RUN, _PARTS = "v1", "v1/run", "parts"
 _WHOLE, _IN_PARTS = 0, 1
 _MOST_INDEX_BYTES = 256
 _REQUEST_S = 60.0
+_GROUP = re.compile(r"[0-9a-f]{32}")
 
 
 class _Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -144,7 +146,12 @@ class SealedCarrier(Carrier):
             raise PayloadError(f"a part of blob {name} is missing") from None
 
     def _whole(self, name: str, index: _Index, *, until_s: float) -> torch.Tensor:
-        whole = torch.empty(index.num_bytes, dtype=torch.uint8)
+        try:
+            whole = torch.empty(index.num_bytes, dtype=torch.uint8)
+        except RuntimeError:  # torch has no error of its own for this
+            raise PayloadError(
+                f"blob {name} says that it has {index.num_bytes} bytes, for which no memory is left"
+            ) from None
 
         def get_part(number: int) -> None:
             part_name, begin = f"{_PARTS}/{index.group}/{number}", number * index.part_bytes
@@ -282,17 +289,31 @@ class SealedCarrier(Carrier):
             data = base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
             nonce, sealed = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
             padded: bytes = self._aead.crypto_aead_xchacha20poly1305_ietf_decrypt(sealed, bound, nonce, self._name_key)
+            part_name = padded.rstrip(b"\0").decode()
         except (self._aead_error, TypeError, ValueError):
             return None
-        return padded.rstrip(b"\0").decode()
+        return part_name if self._is_own(folder, part_name, part) else None
+
+    def _is_own(self, folder: str, opened: str, part: str) -> bool:
+        """Return whether a part is what `_path` makes of a name: any other cannot be read or deleted by it."""
+        try:
+            check_name(f"{folder}/{opened}" if folder else opened, **_LIMITS)
+        except ValueError:
+            return False
+        return self._seal_part(folder, opened) == part
 
 
 def _index_of(name: str, data: bytes) -> _Index:
     try:
         index = msgspec.msgpack.decode(data, type=_Index)
-    except msgspec.DecodeError:
+    except ValueError:  # all errors of msgspec are ValueErrors
         raise PayloadError(f"the index of blob {name} cannot be read") from None
-    if not 1 <= index.part_bytes <= PART_BYTES or not 1 <= index.num_bytes <= _MOST_PARTS * index.part_bytes:
+    is_group = bool(_GROUP.fullmatch(index.group))  # a part of names
+    if (
+        not is_group
+        or not 1 <= index.part_bytes <= PART_BYTES
+        or not 1 <= index.num_bytes <= _MOST_PARTS * index.part_bytes
+    ):
         raise PayloadError(f"the index of blob {name} is not sound")
     return index
 

@@ -310,7 +310,7 @@ def decode_entry(raw: bytes, *, position: int) -> JournalEntry:
         if not 0 <= entry.term < _MOST_TERMS or not all(isinstance(one.get("what"), str) for one in entry.lines):
             raise ValueError(f"term {entry.term}, {len(entry.lines)} lines")
         return entry
-    except ValueError as error:  # all errors of msgspec are ValueErrors
+    except (ValueError, RecursionError) as error:  # all errors of msgspec are ValueErrors
         raise refusal(
             f"position {position} of the journal is no entry of this thinwire", got=str(error)[:120],
             allowed="what a coordinator of the same version wrote", remedy="the same thinwire on all hosts",

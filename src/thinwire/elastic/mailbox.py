@@ -13,11 +13,12 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from thinwire.elastic.carried_blobs import PollBudget, PollPace
 from thinwire.elastic.carried_journal import LostLeadership
@@ -40,6 +41,8 @@ _HEAD_EVERY = 16
 # Batches that stay for readers that are behind; who is further behind goes on at the head.
 _KEPT_BATCHES = 64
 _MOST_BATCH_BYTES, _MOST_MESSAGES, _MOST_AT_ONCE = 8 << 20, 4096, 256
+# Of what lies there for the leader at once, and replicas whose latest batch it remembers.
+_MOST_AT_ONCE_BYTES, _MOST_CURSORS = 32 << 20, 4096
 # The same message is not sent again sooner: an answer takes several requests.
 _REPEAT_S = 8.0
 # Of these only the latest counts, and none is worth a request of its own.
@@ -48,14 +51,15 @@ _TICK_S = 0.25
 _DEADLINE_S = 30.0
 _TOKEN_BYTES = 16
 HEAD = "out/head"
+_Number = Annotated[int, Meta(ge=0, lt=1 << 39)]
 
 
 class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Batch of a replica's messages."""
 
-    token: bytes
-    number: int
-    messages: list[bytes]
+    token: Annotated[bytes, Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+    number: _Number
+    messages: Annotated[list[bytes], Meta(max_length=2 * _MOST_MESSAGES)]
 
 
 class MessageBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,8 +73,8 @@ class MessageBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A recent batch, from which a new reader begins."""
 
-    term: int
-    number: int
+    term: _Number
+    number: _Number
     has_resigned: bool = False  # whoever led has stopped, and another may lead at once
 
 
@@ -87,18 +91,20 @@ def open_run(uri: str, *, secret: Secret, may_create: bool = False) -> Carrier:
         ConnectError: There is no run of this secret, and none may be created.
         MissingExtra: What sealing or the store needs is not installed.
     """
-    from thinwire.carriers.open import CarrierAddress, open_carrier, read_address
+    from thinwire.carriers.open import CarrierAddress, folder_of, open_carrier, read_address
 
-    place = f"{read_address(uri).place.rstrip('/')}/{secret.derive('thinwire carrier v1 place').hex()[:24]}"
-    if place.startswith("file://"):
-        if not may_create and not Path(place.removeprefix("file://")).is_dir():
-            raise _no_run(uri)
-        Path(uri.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+    near = read_address(uri).place.rstrip("/")
+    place = f"{near}/{secret.derive('thinwire carrier v1 place').hex()[:24]}"
+    if near.startswith("file:"):
+        folder = folder_of(place)
+        if not may_create and not folder.is_dir():
+            raise _no_run(near)
+        folder.parent.mkdir(parents=True, exist_ok=True)
     address = CarrierAddress(place=place, secret=secret)
     try:
         return open_carrier(address, may_create=may_create, requests_per_hour=REQUESTS_PER_HOUR)
     except NotThere:
-        raise _no_run(uri) from None
+        raise _no_run(near) from None
 
 
 def _no_run(uri: str) -> ConnectError:
@@ -139,21 +145,19 @@ class BroadcastReader:
         """Seconds since the last batch."""
         return self._now() - self._read_s
 
-    def read(self) -> list[MessageBatch]:
-        """Return the batches since the last call."""
+    def read(self) -> Iterator[MessageBatch]:
+        """Yield the batches since the last call: one is in memory at a time, and none is lost by an error behind it."""
         if self.term == 0 or (self.silent_s > _ALIVE_S and self._now() - self._looked_s > _ALIVE_S):
             self._find()
-        found: list[MessageBatch] = []
-        while self.term and len(found) < _KEPT_BATCHES:
+        for _ in range(_KEPT_BATCHES if self.term else 0):
             self._budget.spend()
             batch = _read(self._carrier, broadcast_name(self.term, self.number), MessageBatch)
             if batch is None:
-                break
+                return
             self.number += 1
             self._read_s = self._now()
             if (batch.term, batch.number) == (self.term, self.number - 1):  # else a moved one
-                found.append(batch)
-        return found
+                yield batch
 
     def _find(self) -> None:
         """Go on at the head where that is further than this reader, by a term or by more batches than are kept."""
@@ -162,7 +166,10 @@ class BroadcastReader:
         head = _read(self._carrier, HEAD, Head, most_bytes=1 << 10)
         if head is None:
             return
-        if head.term > self.term or (head.term == self.term and head.number > self.number + 1):
+        is_ahead = head.term > self.term or (head.term == self.term and head.number > self.number + 1)
+        # nothing has come for long where this reader is: the head that led it there was wrong
+        is_back = self.silent_s > GONE_S and (head.term, head.number + _KEPT_BATCHES) < (self.term, self.number)
+        if is_ahead or is_back:
             self.term, self.number = head.term, head.number
 
 
@@ -406,9 +413,17 @@ class MailboxServer:
     def _receive(self, coordinator: Coordinator, *, now_s: float) -> list[str]:
         """Act on what replicas wrote; return its names."""
         self.budget.spend()
-        entries = self._carrier.listing("in")[:_MOST_AT_ONCE]
-        read, found = [], []
-        for entry in entries:
+        turns: Counter[str] = Counter()
+        # one of each replica first, so that none is kept waiting by the many of another
+        entries = sorted(
+            (turns.update([folder := one.name.rpartition("/")[0]]) or turns[folder], one)
+            for one in self._carrier.listing("in")
+        )
+        read, found, left_bytes = [], [], _MOST_AT_ONCE_BYTES
+        for _, entry in entries[:_MOST_AT_ONCE]:
+            left_bytes -= min(entry.num_bytes, _MOST_BATCH_BYTES)
+            if left_bytes < 0:
+                break
             self.budget.spend()
             try:
                 letters = _read(self._carrier, entry.name, Letters)
@@ -419,7 +434,10 @@ class MailboxServer:
             if letters is not None and letters.number > self._cursors.get(letters.token, 0):
                 found.append(letters)
         for letters in sorted(found, key=lambda one: one.number):
+            self._cursors.pop(letters.token, None)
             self._cursors[letters.token] = letters.number
+            while len(self._cursors) > _MOST_CURSORS:  # of those that have not written for the longest
+                del self._cursors[next(iter(self._cursors))]
             for raw in letters.messages[:_MOST_MESSAGES]:
                 self._handle(coordinator, letters.token, raw, now_s=now_s)
         self._pace.polled()

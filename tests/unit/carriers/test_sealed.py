@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import re
 
+import msgspec
 import pytest
 import torch
 
@@ -95,6 +97,40 @@ def test_foreign_blobs_are_passed_over_and_stay() -> None:
     assert [entry.name for entry in ada.listing("state")] == ["state/1"]
     ada.delete(["state/1", "state/2"])
     assert f"{folder}/README.txt" in store.blobs and "v1/0000/other-run" in store.blobs
+
+
+def test_a_member_that_lies_in_names_and_indices_is_passed_over_or_named() -> None:
+    store = MemoryStore()
+    ada, eve = member(store), member(store)
+    ada.put("in/a", b"x", only_new=True)
+    folder = eve._path("in")
+
+    def forged(padded: bytes) -> str:  # with a nonce of its own, and what no `check_name` lets through
+        aead, nonce = eve._aead, bytes(24)
+        bound = eve._context + b"in"
+        sealed = aead.crypto_aead_xchacha20poly1305_ietf_encrypt(padded, bound, nonce, eve._name_key)
+        return base64.urlsafe_b64encode(nonce + sealed).decode().rstrip("=")
+
+    for part in (b"\xff" * 16, b"../key".ljust(16, b"\0"), b"x/y".ljust(16, b"\0"), bytes(16), b"a".ljust(16, b"\0")):
+        MemoryCarrier(store).put(f"{folder}/{forged(part)}", b"forged", only_new=True)
+    assert [entry.name for entry in ada.listing("in")] == ["in/a"]
+    whole = {"num_bytes": 3 * PART, "part_bytes": PART}
+    bad: list[object] = [
+        ["../x", *whole.values()],
+        ["", *whole.values()],
+        [b"\xff", 1, 1],
+        ["0" * 32, 1 << 39, 1 << 23],
+    ]
+    for index in bad:
+        raw = msgspec.msgpack.encode(index).replace(b"\xc4\x01\xff", b"\xa1\xff")
+        MemoryCarrier(store).put(eve._path("big"), eve._seal("big", 1, memoryview(raw)), only_new=False)
+        with pytest.raises(PayloadError, match="big"):
+            ada.get("big", most_bytes=1 << 62, deadline_s=5)
+        ada.delete(["big"])
+    for raw in (b'{"name":"\xff"}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
+        ada.put("lead/00000000", raw, only_new=False)
+        with pytest.raises(PayloadError, match="no lease"):
+            ada.newest_lease("lead")
 
 
 def test_a_large_blob_travels_in_parts_and_leaves_none_behind() -> None:
