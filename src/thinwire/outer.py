@@ -57,7 +57,11 @@ class OuterLoop:
                           remedy="OuterLoop({'w': array})")  # fmt: skip
         self._tree = _mapped(arrays, lambda path, leaf: path)
         self._module = _module(_mapped(arrays, lambda path, leaf: nn.Parameter(_tensor(path, leaf))))
-        self._parameters = dict(zip(_leaves(self._tree), self._module.parameters(), strict=True))
+        paths = list(_leaves(self._tree))
+        if twice := next((path for number, path in enumerate(paths) if path in paths[:number]), None):
+            raise refusal("two arrays of the tree have one name", got=twice, allowed="names that differ",
+                          remedy="keys without /, and not both 1 and '1'")  # fmt: skip
+        self._parameters = dict(zip(paths, self._module.parameters(), strict=True))
         self._inner = _Given(self._parameters.values())
         self.optimizer = DistributedOptimizer(
             self._module, self._inner, method=method, transport=transport, **options
@@ -162,7 +166,7 @@ def _tensor(path: str, leaf: Any) -> torch.Tensor:
         raise refusal(f"the array {path or 'itself'} has a type that is not exchanged", got=array.dtype.name,
                       allowed=", ".join(_DTYPES),
                       remedy="float32 parameters, cast where the model computes")  # fmt: skip
-    return torch.from_numpy(array.copy())
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))  # a copy
 
 
 def _module(tree: Any) -> nn.Module:

@@ -106,6 +106,12 @@ def test_what_cannot_be_exchanged_is_refused_and_the_remedies_work() -> None:
         OuterLoop({"blocks": []}, method="diloco")
     with pytest.raises(ValueError, match=r"exchanges gradients.*try method='streaming-diloco'"):
         OuterLoop(tree, method="all-reduce")
+    one = np.ones(1, np.float32)
+    for twice in ({"a/b": one, "a": {"b": one}}, {1: one, "1": one}):
+        with pytest.raises(ValueError, match=r"two arrays of the tree have one name.*keys without /"):
+            OuterLoop(twice, method="diloco")
+    with OuterLoop({1: one, "2": one.astype(">f4")}, method="diloco") as outer:  # the remedy, and another host's order
+        assert outer.step({1: one, "2": np.full(1, 3, ">f4")})["2"] == 3
     with OuterLoop(tree, method="streaming-diloco") as outer:  # the remedy
         with pytest.raises(ValueError, match="a difference in /head/0"):
             outer.step({"blocks": tree["blocks"]})

@@ -205,6 +205,7 @@ def decode(data: bytes, kind: type[_Kind], *, name: str) -> _Kind:
     if isinstance(content, WeightLayout):
         for specs in content.shards:
             _check_specs(specs, name)
+        _check_boxes(content, name)
     if isinstance(content, ShardReport):
         _check_specs(content.tensors, name)
     return content
@@ -227,19 +228,36 @@ def _check_manifest(found: VersionManifest, name: str) -> None:
 
 
 def _check_specs(specs: Sequence[TensorSpec], name: str) -> None:
-    seen: set[str] = set()
+    seen: dict[str, TensorSpec] = {}
     for spec in specs:
         dims = len(spec.shape)
         is_box = len(spec.start) == len(spec.size) == dims and all(
             start + size <= whole for start, size, whole in zip(spec.start, spec.size, spec.shape, strict=True)
         )
-        is_tied = not spec.tied or spec.tied in seen
+        owner = seen.get(spec.tied)
+        is_tied = not spec.tied or (
+            owner is not None and not owner.tied and (owner.dtype, owner.shape) == (spec.dtype, spec.shape)
+        )
         if spec.dtype not in ITEM_BYTES or not is_box or spec.name in seen or not is_tied:
             raise PayloadError(f"{name} is damaged: {spec.describe()} cannot be; it was never sent so")
-        seen.add(spec.name)
+        seen[spec.name] = spec
     is_float = [spec.dtype == "bfloat16" for spec in specs if not spec.tied]
     if sum(spec.num_patterns for spec in specs) > _MOST_WORDS or sorted(is_float, reverse=True) != is_float:
         raise PayloadError(f"{name} is damaged: its tensors are too large or out of order; it was never sent so")
+
+
+def _check_boxes(layout: WeightLayout, name: str) -> None:
+    """Refuse tensors of which the shards hold no whole, before memory is taken for one."""
+    wholes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    missing: dict[str, int] = {}
+    for spec in [spec for specs in layout.shards for spec in specs]:
+        whole = wholes.setdefault(spec.name, (spec.dtype, spec.shape))
+        missing.setdefault(spec.name, math.prod(spec.shape))
+        missing[spec.name] -= missing[spec.name] if spec.tied else math.prod(spec.size)
+        if whole != (spec.dtype, spec.shape):
+            raise PayloadError(f"{name} is damaged: {spec.describe()} differs between shards; it was never sent so")
+    if wrong := next((one for one, count in missing.items() if count), None):
+        raise PayloadError(f"{name} is damaged: the shards of {short(wrong)} do not add up to it; it was never sent so")
 
 
 def result_hash(layout: Blob, digests: Iterable[bytes]) -> bytes:

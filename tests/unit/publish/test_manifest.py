@@ -66,6 +66,33 @@ def test_claims_that_cannot_be_are_refused(data: bytes, match: str) -> None:
         decode(data, VersionManifest, name="head")
 
 
+def test_tensors_that_shards_do_not_hold_whole_are_refused_before_memory_is_taken() -> None:
+    """Of 4 TB each, in two types, or tied to what is tied or has another shape."""
+
+    def spec(
+        name: str, shape: int, start: int = 0, size: int = 2, dtype: str = "bfloat16", tied: str = ""
+    ) -> TensorSpec:
+        return TensorSpec(name, dtype, (shape,), (start,), (size,), tied)
+
+    whole = spec("w", 2)
+    good = [
+        [(spec("w", 4),), (spec("w", 4, start=2),)],
+        [(whole, spec("t", 2, tied="w")), (spec("w", 2, size=0), spec("t", 2, size=0))],
+    ]
+    for shards in good:
+        decode(encode(WeightLayout(tuple(shards))), WeightLayout, name="layout")
+    bad = [
+        [(spec("w", 1 << 41),)],
+        [(spec("w", 4),), (spec("w", 8, start=4),)],
+        [(spec("w", 4),), (spec("w", 4, start=2, dtype="int16"),)],
+        [(whole, spec("t", 2, tied="w"), spec("u", 2, tied="t"))],
+        [(whole, spec("t", 3, size=3, tied="w"))],
+    ]
+    for shards in bad:
+        with memory_is_bounded(64 << 20), pytest.raises(PayloadError, match="layout is damaged"):
+            decode(encode(WeightLayout(tuple(shards))), WeightLayout, name="layout")
+
+
 def test_a_newer_format_is_refused_with_the_remedy() -> None:
     """It may have any other fields."""
     newer = msgspec.msgpack.encode({"format": 2, "anything": [1, 2]})
