@@ -51,7 +51,7 @@ from thinwire.transport.wire.zeromq import zmq
 
 MOST_HOSTS = 9
 # Time for one exchange with the hosts, from measured ones; and for an operation with all its tries.
-_LEAST_S, _MOST_S, _OPERATION_S = 0.5, 10.0, 60.0
+_LEAST_S, _MOST_S, _OPERATION_S = 0.5, 10.0, 20.0
 _CLOCK_S = 60.0
 _REDIAL_MS, _LONGEST_REDIAL_MS = 100, 2000
 _NONCE_BYTES = 16
@@ -229,7 +229,7 @@ class HostsCarrier(Carrier):
         except DeadlineExceeded:  # those that answered may differ, and one is away
             answers = {}
         is_settled, value = settled([one.reply for one in answers.values() if one.reply is not None], hosts=hosts)
-        return value if is_settled else self._attempt(name, None, deadline_s=deadline_s)
+        return value if is_settled else self._attempt(name, None, deadline_s=min(deadline_s, _OPERATION_S))
 
     def _attempt(
         self, name: str, own: bytes | None, *, replaces: bool = False, deadline_s: float = _OPERATION_S
