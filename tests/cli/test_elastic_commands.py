@@ -39,7 +39,8 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
     [
         (
             ["join", "nowhere"],
-            "the address cannot be read; got 'nowhere'; allowed HOST:PORT or thinwire://KEY@HOST:PORT/SECRET",
+            "the address cannot be read; got 'nowhere'; allowed HOST:PORT, thinwire://KEY@HOST:PORT/SECRET, "
+            "or file:///FOLDER#SECRET and other stores",
         ),
         (["join", "host:0"], "the address has a wrong port; got 0"),
         (["join", "host:29400"], "the address holds no secret"),
@@ -144,7 +145,7 @@ import thinwire.cli.processes
 from thinwire.cli import elastic_run
 from thinwire.cli.elastic_commands import join as main
 
-def run_here(roles, *, host):
+def run_here(roles, *, host, part):
     settings = LocalSettings.load(host.run_dir)
     assert settings.threads == 1 and len(roles) == 2
     print("torch" in sys.modules)

@@ -22,6 +22,10 @@ TRIED: dict[str, list[str]] = {
         "train --secret secret", f"join {URI}", f"status {URI}", f"pause {URI}", f"resume {URI}",
         f"leave {URI} --replica 1", ">>> thinwire.connect(replica=0, num_replicas=2, secret='secret')",
     ],
+    "bucket": [
+        ">>> importlib.import_module('thinwire.carriers.bucket').BucketCarrier('s3://bucket/run')",
+        ">>> importlib.import_module('thinwire.carriers.open').open_carrier('memory://m#' + 52 * 'a', may_create=True)",
+    ],
     "ray": [">>> importlib.import_module('thinwire.integrations.ray')._ray()"],
     "flower": [
         "recipes flower-digits",
@@ -100,7 +104,7 @@ for extra, (packages, tried) in json.loads(sys.stdin.read()).items():
 def _packages() -> dict[str, dict[str, str]]:
     """Return the packages of each extra, by the name that they are imported by."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    imported = {"pyzmq": "zmq", "scikit-learn": "sklearn"}
+    imported = {"pyzmq": "zmq", "scikit-learn": "sklearn", "pynacl": "nacl"}
     names = {
         extra: [line.partition(">=")[0].partition("[")[0] for line in lines]
         for extra, lines in extras.items() if extra not in ("dev", "docs")

@@ -115,7 +115,7 @@ WITHOUT_VALUE = (
     "no default process group", "a default group of that replica's own", "Collectives of the default group",
     "(all but one by default)", "## Defaults", "Everything else has a default", "defaults of `--batch-size` and",
     "the default code of `--expert-code`", "The default gives every vector the median length",
-    "every option, defaults filled in", "static rendezvous, the default", "default_root_dir",
+    "every option, defaults filled in", "static rendezvous, the default", "default_root_dir", "default_rng",
     "default: the newest parameters", "equal to one process | the default", "larger means | default",
     "| default | why |", "its card holds the run's defaults", "A default that rests on numbers",
 )  # fmt: skip

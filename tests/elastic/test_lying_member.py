@@ -21,7 +21,7 @@ TO_COORDINATOR: dict[str, dict[str, Any]] = {
         "address": "127.0.0.1", "port": 1, "corpus": "c", "windows": 1, "held": 0, "era": 0, "disk": 0,
         "first_values": "",
     },
-    "active": {"step": 10}, "beat": {"step": 10, "step_s": 0.01, "roster": 0},
+    "active": {"step": 10}, "beat": {"step": 10, "step_s": 0.01, "roster": 0, "relayed": []},
     "work": {"steps_per_interval": 10.0, "tokens_s": 1.0, "loss": 1.0},
     "rates": {"rates": {"0": 9}, "latest": {"1": 9}, "probes": {"1": [1, 9]}},
     "launch": {"round": 1, "step": 20, "used": {}}, "withhold": {"round": 1, "step": 20, "used": {}, "parts": 2},

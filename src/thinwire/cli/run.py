@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.training.method_catalog import method_entry
 
     method_entry(options.method)  # refuses an unknown one before torch is imported
-    out = options.out or Path("runs") / Path(target.name).stem
+    out = (options.out or Path("runs") / Path(target.name).stem).absolute()  # the script may change its folder
     if options.replicas is None or is_started:
         return _run_replica(options, target, out=out)
     return _start(own, rest, replicas=options.replicas, out=out, is_elastic=options.elastic is not None)

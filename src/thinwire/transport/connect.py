@@ -366,7 +366,7 @@ def _take_init_lines() -> None:
 
     torch would refuse a second default group, and without the launcher's variables a first one.
     """
-    if getattr(dist.init_process_group, "is_of_thinwire", False):
+    if hasattr(dist.init_process_group, "original"):
         return
     original = dist.init_process_group
 
@@ -385,7 +385,7 @@ def _take_init_lines() -> None:
         elif not dist.is_initialized():
             original(backend, store=HashStore(), rank=0, world_size=1)
 
-    init_process_group.is_of_thinwire = True  # type: ignore[attr-defined]
+    init_process_group.original = original  # type: ignore[attr-defined]
     dist.init_process_group = init_process_group  # type: ignore[assignment]
 
 
@@ -394,7 +394,9 @@ def make_default_group(store: Any, *, rank: int, world_size: int, timeout: timed
     # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
     both = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if both else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # an earlier `connect` in this process may have taken the script's own lines
+    begin = getattr(dist.init_process_group, "original", dist.init_process_group)
+    begin(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def end_default_group() -> None:

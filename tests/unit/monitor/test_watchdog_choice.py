@@ -103,7 +103,7 @@ def test_a_joined_host_is_cut_off_while_no_coordinator_answers(monkeypatch: pyte
     )
     try:
         assert not watch.is_cut_off()
-        monkeypatch.setattr("thinwire.cli.elastic_run.CUT_OFF_S", -1.0)
+        monkeypatch.setattr(watch, "_cut_off_s", -1.0)
         assert watch.is_cut_off()
         monkeypatch.undo()
         watch._answered_s -= 60.0
