@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a carrier takes and how often it may be asked.
+    """Sizes that a carrier takes, and how often it may be asked.
 
     Attributes:
         most_bytes: Largest payload of one blob.
@@ -242,7 +242,7 @@ class Carrier(Protocol):
         ...
 
     def pause(self, seconds: float) -> None:
-        """Wait so long, or until something may have changed."""
+        """Wait for these seconds, or until something may have changed."""
         ...
 
     def limits(self) -> Limits: ...

@@ -35,7 +35,7 @@ _What = Literal["read", "prepare", "accept", "forget", "names", "store", "load",
 
 
 class StoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a host is asked.
+    """Request to a host of a store.
 
     Attributes:
         number: Of the caller's choice; the answer has it too.

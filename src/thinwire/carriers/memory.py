@@ -58,7 +58,7 @@ class _Blob:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class MemoryStore:
-    """What the members of one process share: blobs and the store's clock.
+    """Store that the members of one process share: blobs and a clock.
 
     Attributes:
         is_virtual: Whether the clock moves only by `advance` and by the pauses of members; pauses return at once.

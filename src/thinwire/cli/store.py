@@ -32,7 +32,7 @@ class StoreOptions:
     port: int = option(7700, least=0, most=65535)
     """Port to listen on; 0 takes a free one."""
     most_bytes: str = "64GB"
-    """What large blobs may take on the disk."""
+    """Most bytes that large blobs may take on the disk."""
 
 
 @command("store")

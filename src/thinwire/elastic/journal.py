@@ -220,7 +220,7 @@ def _decode(raw: bytes) -> list[dict[str, Any]]:
 
 
 class PendingJournal(Protocol):
-    """What messages wait for: lines that are not written yet."""
+    """Lines that are not written yet, for which messages wait."""
 
     @property
     def is_behind(self) -> bool:

@@ -65,7 +65,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a shard sends for a version, in chunks; each fragment is four bytes of its size, and its payload."""
+    """Content that a shard sends for a version, in chunks; each fragment is four bytes of its size, and its payload."""
 
     chunks: Annotated[tuple[Blob, ...], Meta(max_length=1 << 16)]
 
@@ -140,7 +140,7 @@ class VersionManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ShardReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank hands to the one that commits a version."""
+    """Content that a rank hands to the one that commits a version."""
 
     tensors: tuple[TensorSpec, ...]
     digest: _Hash
