@@ -113,9 +113,9 @@ def open_carrier(
     elif scheme == "hosts":
         from thinwire.carriers.hosts import HostsCarrier  # needs pyzmq
 
-        listed, _, folder = rest.rstrip("/").partition("/")
+        listed, _, place = rest.rstrip("/").partition("/")
         addresses = [read_host_port(one, what="a host of the store") for one in listed.split(",")]
-        inner = HostsCarrier(addresses, secret=known.secret, folder=folder)
+        inner = HostsCarrier(addresses, secret=known.secret, folder=place)
     else:
         inner = BucketCarrier(known.place.rstrip("/"), options=options, requests_per_hour=requests_per_hour)
         inner.check_create_only()
