@@ -230,7 +230,7 @@ CLAIMS = {
     ),
     "loss: a mean of global values": Claim(
         page=BENCHMARKS,
-        pattern=rf"at the rate of data-parallel Muon, ends at {NUMBER} with it .*? for {NUMBER} MB",
+        pattern=rf"at the rate of data-parallel Muon, ends at {NUMBER} with it for {NUMBER} MB",
         values=with_a_mean,
     ),
     "choosing: gaps of the default": Claim(

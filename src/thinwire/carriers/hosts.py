@@ -60,7 +60,7 @@ _Enough = Callable[[Mapping[int, StoreAnswer]], bool]
 
 
 class _Elsewhere(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a large blob lies."""
+    """Place of a large blob."""
 
     host: int
     blob: str

@@ -1,4 +1,4 @@
-"""`thinwire publish`, `follow` and `fetch`: weights to whoever follows, as patches in a folder, bucket or relay."""
+"""`thinwire publish`, `follow` and `fetch`: weights for all that follow, as patches in a folder, bucket or relay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blobs of replicas on a carrier: each is uploaded once by whoever publishes it, and others get it by its name.
+"""Blobs of replicas on a carrier: a replica uploads each of its own once, and others get it by its name.
 
 There are no connections between replicas. A blob that is not there yet is asked for again, slower and slower, within
 the budget of requests. Bulk yields to all other uploads.

@@ -171,7 +171,7 @@ class CarriedJournal:
         self.check()
 
     def check(self) -> None:
-        """Raise where this process has written nothing for so long that it may lead no more.
+        """Raise where this process has written nothing for `STALE_S`, after which it may lead no more.
 
         Raises:
             LostLeadership: It has.

@@ -52,7 +52,7 @@ def connect_coordinator(
     invitation: Invitation, *, secret: Secret, on_message: Callable[[Message], None],
     on_tick: Callable[[], None] = lambda: None, warn: Callable[[str], None] = lambda text: None,
 ) -> MemberConnection:  # fmt: skip
-    """Connect to the coordinator by its address, or to whoever leads on the run's carrier."""
+    """Connect to the coordinator by its address, or to the process that leads on the run's carrier."""
     if not invitation.carrier:
         return CoordinatorConnection(invitation, secret=secret, on_message=on_message, on_tick=on_tick)
     from thinwire.elastic.mailbox import MailboxConnection, open_run  # imports torch, which the wire does not need

@@ -207,7 +207,7 @@ class LeaderWatch:
 
 
 class MailboxConnection:
-    """A replica's or a command's connection to whoever leads, with a thread of its own; see `CoordinatorConnection`."""
+    """A replica's or a command's connection to the leader, with a thread of its own; see `CoordinatorConnection`."""
 
     def __init__(
         self, carrier: Carrier, *, on_message: Callable[[Message], None], on_tick: Callable[[], None] = lambda: None,

@@ -26,9 +26,9 @@ from thinwire.sync.buffers import average_tensors, gather_numbers
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.base import Transport
-from thinwire.transport.connect import given_join_uri
+from thinwire.transport.connect import check_way_to_join
 from thinwire.transport.job_environment import offer_tracker_group
-from thinwire.transport.secret import JOIN_VARIABLE, need_pyzmq
+from thinwire.transport.secret import need_pyzmq
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.own_loop import ElasticOptimizer
@@ -95,14 +95,7 @@ class DiLoCoTrainerMixin:
         self, *args: Any, method: Method | str, transport: Transport | None = None, uri: str | None = None,
         options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        if transport is not None and uri is not None:
-            raise excluded("uri", "transport", why="an elastic run makes its own", remedy="one of the two")
-        if transport is None and not (uri or given_join_uri()):
-            raise refusal(
-                "nothing joins this trainer to the others", got="neither transport nor uri",
-                allowed=f"one of them, or the variable {JOIN_VARIABLE}",
-                remedy="transport=thinwire.connect(solo=True), or for an elastic run uri='HOST:PORT'",
-            )  # fmt: skip
+        check_way_to_join(transport, uri)
         check_hooks("transformers", [kind for kind in type(self).__mro__ if not issubclass(kind, DiLoCoTrainerMixin)])
         self.transport = transport
         self.diloco: DistributedOptimizer | None = None

@@ -21,8 +21,8 @@ from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import split_model
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.base import Transport
-from thinwire.transport.connect import given_join_uri
-from thinwire.transport.secret import JOIN_VARIABLE, need_pyzmq
+from thinwire.transport.connect import check_way_to_join
+from thinwire.transport.secret import need_pyzmq
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.own_loop import ElasticOptimizer
@@ -78,14 +78,7 @@ class DiLoCoStrategy(SingleDeviceStrategy):
         device: str | torch.device | None = None, options: dict[str, Any] | None = None, **more: Any,
     ) -> None:  # fmt: skip
         check_hooks("lightning", _KINDS)
-        if transport is not None and uri is not None:
-            raise excluded("uri", "transport", why="an elastic run makes its own", remedy="one of the two")
-        if transport is None and not (uri or given_join_uri()):
-            raise refusal(
-                "nothing joins this trainer to the others", got="neither transport nor uri",
-                allowed=f"one of them, or the variable {JOIN_VARIABLE}",
-                remedy="transport=thinwire.connect(solo=True), or for an elastic run uri='HOST:PORT'",
-            )  # fmt: skip
+        check_way_to_join(transport, uri)
         super().__init__(device="cpu" if device is None else device, **more)
         # Lightning fills it with the accelerator's devices, unless it holds some
         self.parallel_devices: list[torch.device] = [] if device is None else [self._root_device]

@@ -69,7 +69,7 @@ class _Version:
 
 
 class WeightPublisher:
-    """Publishes the weights of a model to whoever follows.
+    """Publishes the weights of a model for all that follow.
 
     Args:
         weights: A model, which may be sharded by FSDP2, or tensors by name; read at each `publish`.

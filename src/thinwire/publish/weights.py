@@ -89,7 +89,7 @@ def shard_of(tensors: Mapping[str, Tensor]) -> Shard:
 
 
 def specs_of(tensors: Mapping[str, Tensor], *, is_exact: bool, rank: int = 0) -> tuple[TensorSpec, ...]:
-    """Return the specs of what this rank publishes, in the order of the words.
+    """Return the specs of what this rank publishes, in the order of its bit patterns.
 
     Args:
         tensors: Plain ones, which rank 0 publishes, and DTensors, of which each rank publishes its box.
@@ -115,7 +115,7 @@ def specs_of(tensors: Mapping[str, Tensor], *, is_exact: bool, rank: int = 0) ->
 
 
 def fragment_sizes(specs: Sequence[TensorSpec]) -> list[tuple[int, bool]]:
-    """Return the words of each fragment, and whether they are bfloat16."""
+    """Return the number of bit patterns of each fragment, and whether they are bfloat16."""
     sizes = []
     for is_float in (True, False):
         left = sum(spec.num_patterns for spec in specs if (spec.dtype == "bfloat16") is is_float)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from thinwire.errors import ConnectError, refusal
+from thinwire.errors import ConnectError, excluded, refusal
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
     ANY_LOOPBACK,
@@ -73,6 +73,22 @@ MAX_PARTIAL_TEXT_BYTES = 1 << 20
 def given_join_uri() -> str:
     """Return the environment's address of an elastic run, empty where there is none."""
     return os.environ.get(JOIN_VARIABLE, "").strip()
+
+
+def check_way_to_join(transport: Transport | None, uri: str | None) -> None:
+    """Refuse both or neither of a transport and the address of an elastic run; the environment may hold the address.
+
+    Raises:
+        ValueError: That is so.
+    """
+    if transport is not None and uri is not None:
+        raise excluded("uri", "transport", why="an elastic run makes its own", remedy="one of the two")
+    if transport is None and not (uri or given_join_uri()):
+        raise refusal(
+            "nothing joins this trainer to the others", got="neither transport nor uri",
+            allowed=f"one of them, or the variable {JOIN_VARIABLE}",
+            remedy="transport=thinwire.connect(solo=True), or for an elastic run uri='HOST:PORT'",
+        )  # fmt: skip
 
 
 def given_secret_file(path: Path | str | None) -> Path | None:

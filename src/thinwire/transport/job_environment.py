@@ -100,10 +100,10 @@ def is_hidden() -> bool:
 
 
 def refuse_engines(environment: Mapping[str, str]) -> None:
-    """Refuse what `accelerate launch` was told to shard the model by, as it would over the ranks of all replicas.
+    """Refuse engines by which `accelerate launch` would shard the model over the ranks of all replicas.
 
     Raises:
-        ValueError: It was told so.
+        ValueError: One is switched on.
     """
     for name, engine in _ENGINES.items():
         if environment.get(name, "").lower() in ("1", "true", "yes"):
