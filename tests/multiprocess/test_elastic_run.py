@@ -232,14 +232,15 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run = tmp_path / "run"
-    # so long that the steps of this tiny model do not leave a state behind before it can be taken up
     started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "36"))
     kept, spare = run / "kept" / "replica-process-1.state", run / "logs" / "spare.err"
     wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 10, started)
+    slower_file(run).touch()  # so that the other's steps do not leave a state behind before it can be taken up
     wait_until(run, lambda found: bool(processes(started, "standby-replica")), started)
     spares = [process.pid for process in processes(started, "standby-replica")]
     send_to_named(pid_file(run, 1), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
+    slower_file(run).unlink()
     assert read_pid(pid_file(run, 1)) in spares
 
     def shared() -> list[tuple[int, int]]:

@@ -198,7 +198,8 @@ def test_what_a_rank_does_whose_recorder_cannot_run_is_seen_from_outside(
         for _ in range(1200):
             time.sleep(0.05)
             found |= {one.peer: one for one in others.sample()}
-            if len(found) >= len(SEEN):
+            # its first state may hold time of its start, where this machine let it wait
+            if len(found) >= len(SEEN) and (found[1 + works.index("sleeps")].cpu or 0.0) < 0.1:
                 break
     assert sorted(found) == [1, 2, 3, 4], "the last one lives, and writes"
     # the records of rank 1 end with its last operation, and those of the others go on
