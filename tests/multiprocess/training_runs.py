@@ -146,6 +146,12 @@ def metrics(run: Path, replica: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
 
 
+def sent_in_rounds(run: Path) -> int:
+    """Return payload bytes of rounds alone: how much measures the wire depends on how fast this machine is just now."""
+    lines = map(json.loads, (run / "transfers-replica-0.jsonl").read_text().splitlines())
+    return sum(one["payload_bytes"] for one in lines if (one["kind"], one["direction"]) == ("round", "sent"))
+
+
 def worker_of(started: Started, number: int) -> psutil.Process:
     """Return the process of a replica, or of a rank of one, by its RANK."""
 

@@ -153,14 +153,15 @@ def test_a_recorder_of_training_samples_the_thread_that_made_it(
 
 
 SILENT = """
-import ctypes, re, sys, threading, time
+import ctypes, os, re, sys, threading, time
 def beat():
     while True:
         print("{}", file=file, flush=True)
         time.sleep(0.02)
 file, work = open(sys.argv[1], "w"), sys.argv[2]
 threading.Thread(target=beat, daemon=True).start()
-time.sleep(0.5)
+while not os.path.exists(sys.argv[3]):
+    time.sleep(0.02)
 if work == "runs":
     re.match("(a+)+$", "a" * 60 + "b")  # C code of hours that never releases the GIL
 elif work == "sleeps":
@@ -180,19 +181,20 @@ SEEN = {
 def test_what_a_rank_does_whose_recorder_cannot_run_is_seen_from_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.runlog.process_state.LONG_S", 0.4)
+    monkeypatch.setattr("thinwire.runlog.process_state.LONG_S", 1.5)
     others, found = SilentProcesses(tmp_path, rank=0), dict[int, ProcessState]()
-    works = [*SEEN, "waits"]
+    works, go = [*SEEN, "waits"], tmp_path / "go"  # until it is there, all write
     with contextlib.ExitStack() as stack:
         processes = []
         for rank, work in enumerate(works, start=1):
-            line = [sys.executable, "-c", SILENT, str(record_paths(tmp_path, rank=rank)[0]), work]
+            line = [sys.executable, "-c", SILENT, str(record_paths(tmp_path, rank=rank)[0]), work, str(go)]
             processes.append(stack.enter_context(subprocess.Popen(line)))
             stack.callback(processes[-1].kill)
             write_process(tmp_path, rank=rank, process=Path(f"/proc/{processes[-1].pid}"))
         while len(others.wrote) < len(works):
             time.sleep(0.05)
             assert not others.sample(), "a rank that has only begun to write is not silent"
+        go.touch()
         processes[works.index("stopped")].send_signal(signal.SIGSTOP)
         processes[works.index("ended")].kill()
         for _ in range(1200):
